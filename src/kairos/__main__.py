@@ -6,7 +6,10 @@ from kairos import process_exit, quick_imports
 
 
 def run() -> NoReturn:
-    """Run the command line of this process, and end the process with the exit status of the command."""
+    """Run the command line of this process, and end the process with the exit status of the command.
+
+    The process ends without the interpreter's teardown, see `process_exit`. Quick imports of diffusers are enabled.
+    """
     # before the import, which may register functions for the exit
     process_exit.skip_teardown()
     quick_imports.enable()

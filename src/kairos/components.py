@@ -53,25 +53,25 @@ class Component(Section):
 
     @classmethod
     def module(cls) -> str:
-        """Return the name of the module that contains the code."""
+        """Return the dotted name of the module that contains the component's code; nothing is imported."""
         return cls.code.partition(":")[0]
 
     @classmethod
     def load(cls) -> Any:
-        """Import the code and return it."""
+        """Import the module in `code` and return the function or class that implements the component."""
         module, _, attribute = cls.code.partition(":")
         return getattr(importlib.import_module(module), attribute)
 
     def build(self, *arguments: Any, **keywords: Any) -> Any:
-        """Import the code and call it with this component and the arguments."""
+        """Import the component's code and call it with this component and the arguments; return its result."""
         return self.load()(self, *arguments, **keywords)
 
     def plain(self) -> dict[str, Any]:
-        """Return name and options as plain values, defaults included."""
+        """Return ``{"name": ..., option: ...}`` with values of JSON, defaults included."""
         return self.model_dump(mode="json")
 
     def plain_options(self) -> dict[str, Any]:
-        """Return the options as plain values, defaults included."""
+        """Return the options by name, without the component's name, as values of JSON; defaults are included."""
         return self.model_dump(mode="json", exclude={"name"})
 
 
@@ -90,12 +90,15 @@ class Components(UserDict[str, type[C]], Generic[C]):
         self.kind = kind
 
     def register(self, cls: type[C]) -> type[C]:
-        """Add a component under the default of its field `name`, in place of an earlier one; use as a decorator."""
+        """Add a component under the default of its field `name`, and return it unchanged, as a decorator.
+
+        An earlier component with this name is replaced.
+        """
         self.data[cls.model_fields["name"].default] = cls
         return cls
 
     def find(self, name: str) -> type[C]:
-        """Return the component of a name.
+        """Return the class of the component with a name.
 
         Raises:
             ConfigError: the name is unknown; the message lists the existing names, and the most similar one if any.
@@ -106,7 +109,7 @@ class Components(UserDict[str, type[C]], Generic[C]):
         return self.data[name]
 
     def select(self, values: Mapping[str, Any]) -> C:
-        """Return the component with checked options from ``{"name": ..., option: ...}``.
+        """Return an instance of a component with checked options, from ``{"name": ..., option: ...}``.
 
         Raises:
             ConfigError: the component or an option is unknown, or an option has a value that is not allowed.
@@ -117,9 +120,10 @@ class Components(UserDict[str, type[C]], Generic[C]):
 
 
 def component(components: Components[Any] | Registry, default: str | None = None) -> "Selection":
-    """Return the annotation of a field that selects a component: ``name`` or ``{name: ..., option: ...}``.
+    """Return the annotation of a section's field that selects a component, as ``name`` or ``{name: ..., option: ...}``.
 
-    The annotated type is the base class of the components, or `LibraryComponent`:
+    The value of the field is then a component with checked options. The annotated type is the base class of the
+    components, or `LibraryComponent`:
 
         optimizer: Annotated[OptimizerOptions, component(OPTIMIZERS, "adam")] = field({}, "optimiser of the model")
 
@@ -146,10 +150,10 @@ class Selection:
     default: str | None = None
 
     def class_of(self, value: Any) -> type[Component] | None:
-        """Return the class of the component of the pipeline that a field's unchecked value selects.
+        """Return the class of the pipeline's component that an unchecked value of the field selects.
 
-        None for a component of the library, for an unknown name, and for a value of another form. A dictionary without
-        a name selects the default; if there is no default, the result is None.
+        None for components of the library, for an unknown name, and for a value that is neither name nor dictionary. A
+        dictionary without a name selects the default; if there is no default, the result is None.
         """
         if isinstance(self.components, Registry):
             return None
@@ -171,7 +175,7 @@ class Selection:
         Raises:
             ValueRejected: the value has another form, it has neither name nor default, the component is unknown, or the
                 library rejects an option.
-            ValidationError: pydantic rejects an option.
+            ValidationError: pydantic rejects an option of a pipeline's component.
         """
         if isinstance(value, Component | LibraryComponent):
             return value
@@ -236,7 +240,10 @@ _BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", 
 
 
 def _library_schema(component: type[options.Component]) -> dict[str, Any]:
-    """Return the JSON schemas of the options of a component of the library, by the names in an experiment file."""
+    """Return the JSON schemas of the options of a library's component, by the options' names in an experiment file.
+
+    A schema has the type with bounds, or the allowed values, and the help and the default of the option.
+    """
     schemas = {}
     for option in component.options.values():
         if option.choices:
@@ -256,7 +263,8 @@ def spellings(choices: Any, nullable: bool = False) -> list[Any]:
     YAML parses the name ``64`` as a number: for the choices "32" and "64" the values are "32", "64", 32 and 64, in this
     order.
     """
-    values = [*choices, *(int(choice) for choice in choices if str(choice).isdecimal())]
+    integers = [int(choice) for choice in choices if str(choice).isdecimal()]
+    values = [*choices, *integers]
     if nullable:
         values.append(None)
     return values

@@ -28,6 +28,8 @@ class DiffusionConfig(Section):
     def _resolve_prediction(cls, value: str | None, info: ValidationInfo) -> str | None:
         """Return the configured prediction target, or else the default of the process, see `select_prediction`.
 
+        The result is None for a process with a single target. If field `process` is not valid, the value is returned.
+
         Raises:
             ValueRejected: the process does not have the configured target.
         """
@@ -37,7 +39,11 @@ class DiffusionConfig(Section):
         return select_prediction(process, value)
 
     def model_post_init(self, context: Any) -> None:
-        """Check the losses against each other and against the process, see `check_losses`."""
+        """Check the losses against each other and against the process.
+
+        Raises:
+            ConfigError: they do not fit, see `check_losses`.
+        """
         check_losses(self.losses, self.process)
 
 
@@ -69,7 +75,10 @@ class MethodConfig(Section):
 
     @model_serializer(mode="wrap")
     def _omit_default_coupling(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialise without the default coupling, so that methods from before couplings existed keep their hash."""
+        """Return the serialised fields, without `coupling` if it is the default, ``independent``.
+
+        Methods from before couplings existed thereby keep their hash.
+        """
         values: dict[str, Any] = serialize(self)
         if self.coupling.name == "independent":
             values.pop("coupling", None)

@@ -32,26 +32,26 @@ class LibraryComponent:
 
     @classmethod
     def select(cls, registry: Registry, values: Mapping[str, Any]) -> "LibraryComponent":
-        """Return the component with checked options from ``{"name": ..., option: ...}``.
+        """Return the component with checked options from ``{"name": ..., option: ...}``; it is not built.
 
         Raises:
             ConfigError: the component or an option is unknown, or an option has a value that is not allowed.
             KeyError: the values have no name.
         """
-        name, given_options = split(values)
-        options = registry.parse(name, given_options, f"{registry.kind} {name}")
+        name, unchecked_options = split(values)
+        options = registry.parse(name, unchecked_options, f"{registry.kind} {name}")
         return cls(registry, name, options, registry.entry(name).component)
 
     def get(self, option: str, default: Any = None) -> Any:
-        """Return the value of an option by its name in an experiment file, or `default` without this option.
+        """Return the value of an option by its name in an experiment file.
 
-        An option whose value is None returns None, not `default`.
+        If the component does not have the option, `default` is returned. An option whose value is None returns None.
         """
         return self.plain_options().get(option, default)
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
-        """Properties of the component that its registration declares, such as `predictions`."""
+        """Properties, by name, that the registration of the component declares, such as `predictions` of a process."""
         return self.registry.entry(self.name).facts
 
     def module(self) -> str:
@@ -59,16 +59,16 @@ class LibraryComponent:
         return self.registry.entry(self.name).module
 
     def load(self) -> Any:
-        """Return the class of the component."""
+        """Return the class of the component, like `components.Component.load`; nothing is imported."""
         return self.component_class
 
     def build(self, *arguments: Any, **keywords: Any) -> Any:
-        """Construct the component from the options and the arguments."""
+        """Construct an instance of the component's class from a copy of the options and the arguments; return it."""
         options = copy.deepcopy(self.options)  # a constructor may change its argument
         return self.load()(options, *arguments, **keywords)
 
     def plain(self) -> dict[str, Any]:
-        """Return name and options as plain values, defaults included."""
+        """Return ``{"name": ..., option: ...}`` with plain values, defaults included."""
         return {"name": self.name, **self.plain_options()}
 
     def plain_options(self) -> dict[str, Any]:

@@ -15,24 +15,27 @@ _status = 1  # exit status of this process; 1 until `end_process` sets it, for e
 
 
 def skip_teardown() -> None:
-    """Let this process end right after its atexit functions.
+    """Register an atexit function that flushes the standard streams and ends the process without the teardown.
 
-    Its exit status is the one of `end_process`, or 1 without that call, even after ``sys.exit(0)``. Python waits for
-    threads first. Atexit functions that were registered before this call are lost, so call it before imports of
-    packages that register some.
+    The exit status is the one of `end_process`, or 1 without that call, even after ``sys.exit(0)``. Atexit functions
+    that are registered later run first. Those that were registered before this call never run, so call it before
+    imports of packages that register some. Python waits for threads first.
     """
     atexit.register(_end_at_once)
 
 
 def end_process(status: int) -> NoReturn:
-    """Raise SystemExit with a status, as `sys.exit`; a process that skips the teardown ends with this status too."""
+    """Raise SystemExit with a status, as `sys.exit` does, and record the status for `skip_teardown`."""
     global _status
     _status = status
     sys.exit(status)
 
 
 def _end_at_once() -> None:
-    """Flush the standard streams and end the process; output that cannot be written changes a status of 0 to 1."""
+    """Flush the standard streams and end the process with the recorded status.
+
+    Output that cannot be written changes status 0 to 1. References to an unhandled error are dropped first.
+    """
     # frames of an unhandled error may hold temporary files, which are deleted with their objects
     for name in ("last_exc", "last_value", "last_traceback"):
         vars(sys).pop(name, None)

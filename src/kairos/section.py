@@ -21,14 +21,15 @@ S = TypeVar("S", bound=BaseModel)
 class Section(BaseModel):
     """Base class of a section of an experiment file.
 
-    Subclasses check in `model_post_init` the conditions that involve several fields.
+    A section cannot be changed. It rejects unknown fields, values of another type, infinities and NaN. Subclasses check
+    in `model_post_init` the conditions that involve several fields.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
 def field(default: Any, help: str, **limits: Any) -> Any:
-    """Declare a field of a section, as `options.option` declares an option of a component.
+    """Return pydantic's declaration of a field of a section, with its default, meaning and limits.
 
     Args:
         default: default value; ``...`` for a required field.
@@ -39,7 +40,7 @@ def field(default: Any, help: str, **limits: Any) -> Any:
 
 
 def check(model: type[S], values: dict[str, Any], source: str) -> S:
-    """Convert values to an instance of a section.
+    """Return an instance of a section with checked values; the defaults of omitted fields are added.
 
     Args:
         model: class of the section, or of the whole experiment.
@@ -48,7 +49,8 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
 
     Raises:
         ConfigError: values are invalid; the message has a line per field, with its value and what is allowed. With
-            several problems, these lines follow a line with their number.
+            several problems, these lines follow a line with their number. If a check raises a ConfigError that is no
+            ValueError, the message contains that error alone.
     """
     try:
         return model.model_validate(values)
@@ -56,8 +58,9 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
         lines = [str(error)]
     except ValidationError as error:
         lines = [_error_line(item, model, values) for item in error.errors()]
-    header = f"{source}: " if len(lines) == 1 else f"{source}: {len(lines)} fields cannot be used\n  "
-    raise ConfigError(header + "\n  ".join(lines))
+    if len(lines) == 1:
+        raise ConfigError(f"{source}: {lines[0]}")
+    raise ConfigError("\n  ".join([f"{source}: {len(lines)} fields cannot be used", *lines]))
 
 
 _TYPES = ("int", "float", "str")  # in locations, see `_field_name`
@@ -65,6 +68,9 @@ _TYPES = ("int", "float", "str")  # in locations, see `_field_name`
 
 def _error_line(item: Any, model: type[BaseModel], values: Any) -> str:
     """Return one error of pydantic as a line with the field, its value and what is allowed.
+
+    An unknown field has a hint on similar fields, and a missing field its meaning. The messages of kairos' own checks
+    are kept, and begin with the field.
 
     Args:
         item: element of pydantic's `ValidationError.errors`.
@@ -136,16 +142,21 @@ def _find_field(model: type[BaseModel], location: tuple[Any, ...], values: Any) 
         if section is not None and key in section.model_fields:
             model_field = section.model_fields[key]
             meaning = model_field.description or ""
-            # the type of the field, and the types in a union such as `TextEncoderConfig | None`
-            annotation = model_field.annotation
-            types = [member for member in (annotation, *get_args(annotation)) if isinstance(member, type)]
-            section = next((member for member in types if issubclass(member, BaseModel)), None)
+            section = _find_section_class(model_field.annotation)
             component = _find_component_annotation(model_field)
         values_are_of_one_component = not isinstance(values, list)  # in a list, the next key is the component's index
         if component is not None and values_are_of_one_component:
             section = component.class_of(values)
             component = None
     return section, meaning
+
+
+def _find_section_class(annotation: Any) -> type[BaseModel] | None:
+    """Return the section's class that a type annotation is, or contains as in ``Section | None``; None without one."""
+    for member in (annotation, *get_args(annotation)):
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            return member
+    return None
 
 
 def _value_at(values: Any, key: Any) -> Any:
@@ -157,11 +168,15 @@ def _value_at(values: Any, key: Any) -> Any:
 
 
 def _find_component_annotation(model_field: Any) -> Any:
-    """Return the annotation `kairos.components.component` of a `FieldInfo` or of its list's elements, or None."""
+    """Return the annotation by `kairos.components.component` of a pydantic `FieldInfo` or of its list's elements.
+
+    None if the field does not select a component.
+    """
     annotations = [*model_field.metadata]
-    for argument in (model_field.annotation, *get_args(model_field.annotation)):  # list[...], or list[...] | None
-        for element in (argument, *get_args(argument)):
-            annotations += getattr(element, "__metadata__", ())
+    # elements of a list have annotations of their own, in list[...] as well as in list[...] | None
+    for outer_type in (model_field.annotation, *get_args(model_field.annotation)):
+        for inner_type in (outer_type, *get_args(outer_type)):
+            annotations += getattr(inner_type, "__metadata__", ())
     for annotation in annotations:
         if hasattr(annotation, "class_of"):  # not `isinstance`: `kairos.components` imports this module
             return annotation

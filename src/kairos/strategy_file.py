@@ -29,7 +29,9 @@ def strategy_csv(columns: Mapping[str, NDArray[np.float64]]) -> str:
 
 
 def parse_strategy_csv(text: str) -> dict[str, NDArray[np.float64]]:
-    """Parse the text of a table with `COLUMNS` that `strategy_csv` wrote; return the columns by name, float64 (T,).
+    """Return the columns of a table, by name, from its CSV text as written by `strategy_csv`; each is float64 (T,).
+
+    The header must be `COLUMNS`, in their order.
 
     Raises:
         ValueError: the text has other columns or no rows, or a value is missing or not a number.

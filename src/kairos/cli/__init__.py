@@ -58,10 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand and return its exit status; an error becomes a message on standard error.
 
     The status is 2 for wrong usage and a ConfigError. It is 1 for any other KairosError, for an OSError, for a closed
-    pipe and after Ctrl-C; a closed pipe has no message. A SystemExit has its own status, such as 75 for a training run
-    that stopped early. Other exceptions are programming errors and are raised. The garbage collector is off until the
-    subcommand calls `resource_usage.end_startup`, or else until it returns. Output to a standard stream that is closed
-    is discarded.
+    pipe and after Ctrl-C; a closed pipe has no message. A SystemExit with a number has this status, such as 75 for a
+    training run that stopped early. Other exceptions are programming errors and are raised. The garbage collector is
+    off until the subcommand calls `resource_usage.end_startup`, or else until it returns. Output to a standard stream
+    that is closed is discarded.
 
     Args:
         argv: arguments without the name of the program; None: the process's arguments.
@@ -128,9 +128,10 @@ def _run_subcommand(argv: list[str]) -> int:
 
 
 def _build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Return the parser of the command line: all subcommands, with arguments for `command` alone, as that is quick.
+    """Return the parser of the command line, with all subcommands, of which only `command` has arguments.
 
-    If `command` is None or another text, no subcommand has arguments.
+    The modules of other subcommands are not imported, which is quick. If `command` is None or no subcommand, none has
+    arguments.
     """
     parser = argparse.ArgumentParser(prog="kairos", description="Train diffusion models on the timesteps that matter.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -142,7 +143,7 @@ def _build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def _open_null() -> TextIO:
-    """Open a file that discards its content."""
+    """Return a text file that discards what is written to it."""
     return open(os.devnull, "w", encoding="utf-8")
 
 

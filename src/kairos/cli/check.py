@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_file(arguments: argparse.Namespace) -> None:
-    """Check an experiment file and print jobs, methods, settings and warnings.
+    """Check an experiment file and print jobs, methods, settings, and messages such as warnings, in this order.
 
-    With ``--folder``, print only the folder of results, after the check of the file alone. A warning that the distance
-    may not rank methods is printed before the jobs, other warnings at the end.
+    A warning that the distance may not rank methods is printed before the jobs. With ``--folder``, only the folder of
+    results is printed, after the check of the file alone.
 
     Raises:
         ConfigError: the experiment is not valid, or is certain to fail. Images, memory and time limits are checked
@@ -123,7 +123,7 @@ def _wrap(text: str) -> str:
 
 
 def _method_rows(experiment: "Experiment", all_options: bool) -> _Table:
-    """Return the rows of the table of methods: method, sampler and weighting, below a header.
+    """Return a header, and a row for each method of an experiment: name, sampler and weighting with their options.
 
     If a method has a coupling other than ``independent``, the last column contains the couplings.
 
@@ -141,9 +141,10 @@ def _method_rows(experiment: "Experiment", all_options: bool) -> _Table:
 
 
 def _describe_settings(layout: Any, all_options: bool) -> dict[str, str]:
-    """Return descriptions by label: ``model``, ``process``, ``seeds``, ``milestones`` (steps, segments), ``samples``.
+    """Return descriptions of settings by label: ``model``, ``process``, ``seeds``, ``milestones`` and ``samples``.
 
-    A prediction target that the experiment does not set, and a single segment, are left out.
+    The text for ``milestones`` has the steps, the batch size, and the number of segments if there are several. The
+    text for ``process`` has the prediction target unless it is None.
 
     Args:
         layout: layout of the checked experiment.
@@ -167,9 +168,10 @@ def _describe_settings(layout: Any, all_options: bool) -> dict[str, str]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check all experiment files below a folder and print a table of the valid files, with their numbers of jobs.
+    """Check all experiment files below a folder and print a table of the valid files.
 
-    The other columns are the numbers of methods, of training runs, and of snapshots of all training runs.
+    The columns are the file and the numbers of methods, of training runs, of snapshots of all training runs, and of
+    jobs.
 
     Raises:
         ConfigError: the folder contains no file, or some files are not valid. The error is raised after the table, and
@@ -216,8 +218,8 @@ def _describe_component(component: Component | LibraryComponent, all_options: bo
 def _describe_value(value: Any, registry: Registry | None, all_options: bool) -> str:
     """Return the value of an option as text; the items of a list are joined by commas, and None is ``null``.
 
-    A mapping with a name is a component of `registry`, and is described with its options; without a registry it is not
-    a component. Options of a sampler may be samplers: the components of a mixture.
+    A mapping with a name is a component of `registry`, and is described with its options, as in ``speed (k 5)``: the
+    options of a mixture are samplers. Without a registry, no mapping is a component.
     """
     if isinstance(value, list):
         return ", ".join(_describe_value(item, registry, all_options) for item in value)
@@ -239,19 +241,21 @@ def _describe_options(
     """
     described = []
     for option, value in options.items():
-        # compares texts: a value that is a component has all its options, and the default perhaps only some
         text = _describe_value(value, registry, all_options)
+        # compares texts: a value that is a component has all its options, and the default perhaps only some
         is_default = option in defaults and text == _describe_value(defaults[option], registry, all_options)
         is_empty = value in (None, [])
         if not is_default or (all_options and not is_empty):
             described.append(f"{option} {text}")
-    return name + (f" ({', '.join(described)})" if described else "")
+    if not described:
+        return name
+    return f"{name} ({', '.join(described)})"
 
 
 def _render_table(rows: _Table) -> str:
-    """Return a table with a rule below its header, at most `_WIDTH` wide; cells of the widest columns are wrapped.
+    """Return a table as text with a rule below its header, at most `_WIDTH` wide.
 
-    All columns are aligned left. A row with a wrapped cell takes several lines.
+    Cells of the widest columns are wrapped, so that a row may take several lines. All columns are aligned left.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     while sum(widths) + _GAP * (len(widths) - 1) > _WIDTH:  # narrow the widest column by one character
@@ -260,7 +264,7 @@ def _render_table(rows: _Table) -> str:
     lines: _Table = []
     for row in rows:
         wrapped_cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths)]  # lines of each cell
-        lines += zip_longest(*wrapped_cells, fillvalue="")
+        lines += zip_longest(*wrapped_cells, fillvalue="")  # line i of the row has line i of each cell
     header, *body = lines
     rule = tuple("-" * width for width in widths)
     return table([header, rule, *body], left=range(len(header)))

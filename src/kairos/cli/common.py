@@ -48,7 +48,7 @@ def demand(condition: object, option: str, value: object, allowed: str) -> None:
 
 
 def open_listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address of this machine, IPv6 if the address contains a colon.
+    """Return a socket that listens on an address and port of this machine, IPv6 if the address contains a colon.
 
     Raises:
         ConfigError: the number is not from 1 to 65535.
@@ -71,7 +71,8 @@ def yaml_type(option: str, allowed: str) -> Callable[[str], Any]:
     """Return a function that parses a value as JSON or YAML, for argument `type` of `argparse`.
 
     JSON is tried first: the workflow writes it, and YAML reads 1e-05 as text. The function raises ConfigError for a
-    text that is neither; it does not check that the value is among `allowed`. `option` has no dashes.
+    text that is neither. It does not check that the value is among `allowed`, which is only for the message. `option`
+    is the name of the option without dashes.
     """
 
     def parse(text: str) -> Any:
@@ -93,7 +94,7 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
     """Return a tuple of values for each repetition of options that are repeated together.
 
     ``--samples a --out x --samples b --out y`` results in ``[(a, x, None), (b, y, None)]`` for options samples, out and
-    milestone: the last option may be omitted. If no option is set, the list is empty.
+    milestone: the last option may be omitted, and is then None. If no option is set, the list is empty.
 
     Args:
         arguments: arguments of the command; None or an empty list for an option that is not set.
@@ -170,7 +171,7 @@ def set_up_device(experiment: "Experiment", device: str | None = None) -> "torch
 def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:
     """Write durations and peak memory of this process to the file of ``--timing``, if the option is set.
 
-    The record also contains the name of the subcommand and the properties of the machine, see `portable.machine`.
+    The JSON record also contains the name of the subcommand and the properties of the machine, see `portable.machine`.
 
     Args:
         facts: further entries of the record, such as the number of images.

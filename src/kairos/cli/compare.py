@@ -32,6 +32,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Read the results of experiments, and print their comparison or write it to ``--out``.
 
     With ``--index``, a page of all experiments in a folder is written instead, and its path is printed.
+
+    Raises:
+        ConfigError: a path, the baseline or the metric is not allowed.
+        KairosError: a path is not an experiment, or has no result; with ``--index``, the page contains such errors.
     """
     if arguments.index:
         _write_index(arguments)
@@ -59,7 +63,7 @@ def _write_index(arguments: argparse.Namespace) -> None:
         folders = sorted(filter(_is_experiment_folder, root.iterdir()))
     allowed = "one folder that contains folders of results, e.g. results"
     demand(folders, "index", " ".join(map(str, arguments.paths)), allowed)
-    entries = dict[Path, Any]()  # results with their ranking, or the error as text, by folder
+    entries: dict[Path, Any] = {}  # results with their ranking, or the error as text, by folder
     for folder in folders:
         try:
             experiment, _ = load_experiment_at(folder)
@@ -104,7 +108,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _collect_experiments(paths: list[Path]) -> list[tuple["Results", list[str]]]:
-    """Collect the results of experiments, each with the names of its methods to compare, in the order of the paths.
+    """Return the results of each experiment with the names of its methods to compare, in the order of the paths.
 
     Experiments may lack results. An experiment that several paths refer to is collected once, and its methods are
     joined. A method's folder selects that method, even if it has no results. Any other path selects all methods with

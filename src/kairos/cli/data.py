@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     With ``--timing``, the time of the job is recorded.
 
     Raises:
+        ConfigError: the experiment file is not valid, or has no text encoder for `text`.
         KairosError: a folder that the stage reads is missing or damaged.
     """
     from kairos.config import load
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "torch.device":
-    """Set up torch, see `set_up_device`, and return the device of `autoencoder`, `text` or `encode`.
+    """Set threads and determinism of torch, and return the device for `autoencoder`, `text` or `encode`.
 
     The device is the CPU if no network is computed, because the workflow then requests no GPU: for `autoencoder` and
     `encode` in pixel space, and if `encode` merges shards. Otherwise it is the device of the experiment.
@@ -91,10 +92,12 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
 
 
 def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
-    """Prepare the images and captions of the data set, write them to `out`, and describe them.
+    """Prepare images and captions of the data set, and write them to `out`, where earlier files are deleted first.
 
-    Earlier files of the data set in `out` are deleted first. Start-up ends as soon as the source is open. The entry of
-    the timing record is `images`, the number of images with the held-out ones.
+    Start-up ends as soon as the source is open.
+
+    Returns:
+        A description for the log, and the entry of the timing record: `images`, their number, held-out ones included.
     """
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source
@@ -114,10 +117,12 @@ def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
 def _make_autoencoder(
     experiment: "Experiment", dataset: "PreparedDataset", out: Path, device: "torch.device"
 ) -> Outcome:
-    """Train the autoencoder or copy a pretrained one, write it to `out`, and describe it.
+    """Train the autoencoder or copy a pretrained one, and write it to `out`; in pixel space, write only a record.
 
-    In pixel space only the record of an autoencoder without a network is written. The end of start-up is marked. The
-    entry of the timing record is `psnr`, in dB, None in pixel space.
+    The end of start-up is marked.
+
+    Returns:
+        A description for the log, and the entry of the timing record: `psnr` in dB, None in pixel space.
     """
     from kairos.autoencoders.train_or_load import make_autoencoder
 
@@ -132,9 +137,12 @@ def _make_autoencoder(
 def _encode_captions(
     experiment: "Experiment", dataset: "PreparedDataset", out: Path, device: "torch.device"
 ) -> Outcome:
-    """Encode the captions of the data set, write them to `out`, and describe them.
+    """Encode the captions of the data set, and write them to `out`.
 
-    The end of start-up is marked. The entry of the timing record is `captions`, the number of captions.
+    The end of start-up is marked.
+
+    Returns:
+        A description for the log, and the entry of the timing record: `captions`, their number.
 
     Raises:
         ConfigError: the experiment has no text encoder.
@@ -155,11 +163,13 @@ def _encode_images(
     out: Path,
     device: "torch.device",
 ) -> Outcome:
-    """Encode the images of the data set or one shard of them, or merge shards; write them to `out`, and describe them.
+    """Encode the images of the data set or one shard of them, or merge shards, and write the latents to `out`.
 
-    The latents for a model that is conditioned on text refer to the folder of the captions, encoded by `kairos text`.
-    Start-up ends with the loading of the autoencoder. The entry of the timing record is `images`, the number of images;
-    a shard has no entry. Folders to read that no option sets are in results/<experiment>.
+    For a model that is conditioned on text, the latents refer to the folder of the encoded captions. Folders to read
+    that no option sets are in results/<experiment>. Start-up ends with the loading of the autoencoder.
+
+    Returns:
+        A description for the log, and the entry of the timing record: `images`, their number; a shard has no entry.
     """
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode

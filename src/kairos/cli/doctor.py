@@ -63,8 +63,9 @@ def run(arguments: argparse.Namespace) -> None:
 def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Finding]:
     """Return the findings about everything but an experiment's files, in the order in which they are printed.
 
-    Without an experiment, folder ``results`` and the default MLflow store are checked. The folder `profile` need not
-    exist.
+    They are about software, devices, the SLURM job and the cluster, disk and locks, git, MLflow, DVC and Inception's
+    weights. Without an experiment, folder ``results`` and the default MLflow store are checked. The folder `profile`
+    need not exist.
 
     Raises:
         FileNotFoundError: git is not installed.
@@ -142,7 +143,7 @@ def _check_devices() -> tuple[list[Finding], int]:
 
 
 def _check_git() -> Finding:
-    """Return a finding on whether the working directory is inside a git repository; if not, it is not usable.
+    """Return a finding ``git``, usable if the working directory is inside a git repository.
 
     Raises:
         FileNotFoundError: git is not installed.
@@ -154,9 +155,9 @@ def _check_git() -> Finding:
 
 
 def _check_weights() -> Finding:
-    """Return a finding about the weights of Inception; absence is not a problem, as only some experiments need them.
+    """Return a finding about the weights of Inception, with their path; always usable, even if the file is absent.
 
-    The location of the file is part of the finding.
+    Only some experiments need the weights.
     """
     from kairos.evaluation import inception_weights
 
@@ -166,10 +167,10 @@ def _check_weights() -> Finding:
 
 
 def _check_experiment(path: Path, experiment: "Experiment") -> list[Finding]:
-    """Return a finding about an experiment file and each of the requirements of its jobs, see `downloads`.
+    """Return a finding about an experiment file, and one for each of the requirements of its jobs, see `downloads`.
 
-    A requirement is a data set, a network or a file of captions; one that is missing or damaged is not usable. All are
-    verified, which reads whole files of weights and loads data sets of the hub from the cache.
+    A requirement is a data set, a network or a file of captions; one that is missing or damaged is not usable. Nothing
+    is downloaded. Verification reads whole files of weights, and loads data sets of the hub from the cache.
     """
     from kairos import downloads
 

@@ -93,7 +93,7 @@ def _build_extractor(arguments: argparse.Namespace) -> None:
     """Write the folder of the feature extractor that `evaluation.extractor` selects, or that is chosen for ``auto``.
 
     A classifier is trained on the data set, on the CPU; a published extractor is copied, after its download if it is
-    missing. Start-up ends before.
+    missing. The end of start-up is marked before.
 
     Raises:
         ConfigError: the experiment is not valid, or its evaluation is not possible.

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _list_snapshots(path: Path, out: Path | None) -> None:
-    """Print the folders of the snapshots below a folder, or of an experiment with a file, sorted by path.
+    """Print the folders of the snapshots below a folder, or below the results of an experiment file, sorted by path.
 
     Args:
         path: the file, or the folder of snapshots, a training run, a method, an experiment or all results. Snapshots in

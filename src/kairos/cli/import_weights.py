@@ -82,7 +82,7 @@ def _parse_shape(text: str) -> tuple[int, int, int]:
 def _accepts_import(folder: Path) -> bool:
     """Return True if a snapshot may be written to a folder: it does not exist, is empty, or is an imported snapshot.
 
-    Returns False for a file. Permissions are not checked.
+    Return False for a file, and for any other folder. Permissions are not checked.
 
     Raises:
         DamagedError: milestone.json in the folder is damaged.
@@ -100,9 +100,9 @@ def _accepts_import(folder: Path) -> bool:
 
 
 def _experiment_of_weights(arguments: argparse.Namespace) -> "Experiment":
-    """Return the experiment of the weights, from ``--config`` and ``--model``; ``--model`` replaces the model.
+    """Return the experiment in ``--config``, with the model in ``--model`` if it is set.
 
-    Without ``--config``, see `_experiment_of_model`.
+    Without ``--config``, the experiment has only a model, see `_experiment_of_model`.
 
     Raises:
         ConfigError: both are missing, or their content is not valid.
@@ -121,9 +121,9 @@ def _experiment_of_weights(arguments: argparse.Namespace) -> "Experiment":
 
 
 def _experiment_of_model(model: Any) -> "Experiment":
-    """Return experiment ``imported`` with a model and the only method ``imported``.
+    """Return an experiment ``imported`` with a model and one method, ``imported``, which has the default strategy.
 
-    The process and the prediction target are the recorded ones of the model's published weights, or else the defaults.
+    Process and prediction target are those with which the model's published weights were trained, or else the defaults.
     A conditional model with a null class has a condition dropout of 0.1, so that sampling accepts guidance.
 
     Args:
@@ -138,7 +138,7 @@ def _experiment_of_model(model: Any) -> "Experiment":
 
     # converted to text, since `validate` checks the model below: until then, the conditions may be any YAML
     conditions_text = str(model.get("conditions")) if isinstance(model, dict) else ""
-    for condition in ("text", "low_resolution"):
+    for condition in ("text", "low_resolution"):  # their data are described only by an experiment file
         got = f"none with a model conditioned on {condition}"
         demand(condition not in conditions_text, "config", got, "an experiment file")
     values: dict[str, Any] = {

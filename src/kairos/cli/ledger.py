@@ -21,12 +21,16 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write fingerprints of stages, run a stage, or record or adopt results, as ``ACTION`` selects.
+    """Run the action of the command: `fingerprints`, `run`, `record` or `adopt`.
 
     - `fingerprints` writes the YAML file that DVC compares to find outdated stages.
     - `run` replaces this process by Snakemake, which computes the results of one stage.
     - `record` fills DVC's cache with Snakemake's results and writes ``dvc.lock``.
     - `adopt` pulls the results in ``dvc.lock`` and marks them in Snakemake's metadata as computed here.
+
+    Raises:
+        ConfigError: the experiment is not valid, or has no such stage, method or seed.
+        KairosError: the action fails, see `workflow.dvc_records`.
     """
     from kairos.workflow.dvc_records import adopt, record, run_stage, write_dependencies
 

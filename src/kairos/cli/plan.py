@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> None:
         "classes": [] if arguments.classes is None else [arguments.classes],
         "text": arguments.text or [],
     }
-    for option, values in counts_by_option.items():
-        demand(all(value >= 1 for value in values), option, " ".join(map(str, values)), "1 or more")
+    for option, counts in counts_by_option.items():
+        demand(all(count >= 1 for count in counts), option, " ".join(map(str, counts)), "1 or more")
 
     # imported after the checks of the arguments, since it takes seconds
     from kairos.costs.estimate import estimate_cost

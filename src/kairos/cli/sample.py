@@ -14,8 +14,8 @@ _SETTINGS = ("scheduler", "steps", "weights", *_GUIDANCE, "precision", "batch_si
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `kairos sample`.
 
-    Options that are fields of section `sampling` are absent from the parsed arguments unless they are set. Exceptions
-    are ``--seed`` and ``--grid-images``, which are None.
+    An option that is not set and is a field of section `sampling` is absent from the parsed arguments. Exceptions are
+    ``--seed`` and ``--grid-images``, which are then None.
     """
     parser.epilog = (
         "Repeat --milestone and --out, in pairs, to sample from several snapshots in one job. Options that are omitted "
@@ -67,8 +67,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Generate images from the snapshots in ``--milestone``, and write them to the npz files in ``--out``.
 
-    With ``--shard``, each npz file contains one shard of the images. With ``--part``, the npz files in ``--part`` are
-    shards, which are merged into ``--out`` in place of generating images. Their list is divided evenly: its beginning
+    With ``--shard``, each npz file contains one shard of the images. With ``--part``, no images are generated: the npz
+    files in ``--part`` are shards, which are merged into ``--out``. Their list is divided evenly, and its beginning
     belongs to the first ``--out``. With ``--grid``, the first images are written as PNG too. Files read: snapshots, and
     the autoencoder and latents that they were trained on.
 

@@ -12,7 +12,7 @@ from kairos_timesteps.errors import ConfigError
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `kairos status`; ``--watch`` is None if it is not set, and 10 without a number."""
+    """Declare the arguments of `kairos status`; ``--watch`` is None if it is not set, and 10 if it has no number."""
     add = parser.add_argument
     experiment = "experiment file or its folder of results; default: params.yaml"
     add("experiment", type=Path, nargs="?", default=Path("params.yaml"), metavar="FILE", help=experiment)
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    """Serve a page with the state of the experiment until Ctrl-C or SIGTERM, and print its address.
+    """Print the address of a page with the state of the experiment, and serve it; return after Ctrl-C or SIGTERM.
 
     The files in the folder of results are served, too. A warning is logged if other machines can open them. The page is
     refreshed every 5 s, or as ``--watch`` sets.

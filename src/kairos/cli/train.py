@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
     """Check the arguments, and train in this process, or launch the processes of a distributed run and wait for them.
 
-    A launched process runs this command again, as one rank of the run; only rank 0 writes the file of ``--timing``.
+    A launched process runs this command again, as one rank of the run. The file of ``--timing`` is written by the
+    process that trains, or by rank 0.
 
     Raises:
         ConfigError: an argument is not allowed.
@@ -91,7 +92,9 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
 
 
 def _select_milestones(arguments: argparse.Namespace, experiment: "Experiment") -> list[int]:
-    """Return the steps of the snapshots, ascending, each once: ``--milestones`` or else the experiment's, with step 0.
+    """Return the steps of the snapshots, ascending and each once: ``--milestones``, or else those of the experiment.
+
+    Only the steps of the experiment always contain step 0.
 
     Raises:
         ConfigError: a step is negative.
@@ -107,7 +110,7 @@ def _train_in_this_process(
     """Train as the only process or as one rank, and return the entries of the timing record, see `run.train`.
 
     Latents are read from a local disk if `staged` copies them. The run reports to the MLflow server of the experiment,
-    if it sets one. `milestones` are the steps of the snapshots.
+    if it sets one. The end of start-up is marked before. `milestones` are the steps of the snapshots.
 
     Raises:
         KairosError: a plugin was edited since the run began, or training is not possible.

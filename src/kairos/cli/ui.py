@@ -66,7 +66,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _print_addresses(comparisons: dict[str, str], base: str) -> None:
-    """Print the address of each comparison, by experiment, or that there is none; then print how to end the server."""
+    """Print a line with the address of each comparison, or a line that there is none; then print how to end the server.
+
+    Args:
+        comparisons: path of the comparison by experiment, relative to `base`.
+        base: address of the server, with a slash at its end.
+    """
     for name, path in comparisons.items():
         print(f"{name}: {base}{path}")
     if not comparisons:
@@ -75,14 +80,14 @@ def _print_addresses(comparisons: dict[str, str], base: str) -> None:
 
 
 def _has_display() -> bool:
-    """Return True if a browser can open a window: on macOS, or with X11 or Wayland."""
+    """Return True if a browser can open a window: on macOS, or if the environment has a display of X11 or Wayland."""
     return sys.platform == "darwin" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
 
 
 def _check_store(uri: str, port: int) -> None:
     """Check that the store is not a server, that its file or folder exists, and that the port is free.
 
-    A database that is not a file, such as PostgreSQL, passes.
+    A database that is not a file, such as PostgreSQL, passes the second check.
 
     Raises:
         KairosError: the store is a server, the store does not exist, or the port is not available.
@@ -100,7 +105,7 @@ def _check_store(uri: str, port: int) -> None:
 
 
 def _find_comparisons(uri: str) -> dict[str, str]:
-    """Return the path of the prepared comparison by experiment, relative to the server's address.
+    """Return the path of the prepared comparison by name of the MLflow experiment, relative to the server's address.
 
     The experiment that was changed last comes first; experiments without a prepared comparison are left out. An SQLite
     database is locked meanwhile.
@@ -119,7 +124,12 @@ def _find_comparisons(uri: str) -> dict[str, str]:
 
 
 def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]) -> None:
-    """Wait until the server answers, at most `_START_SECONDS`. The caller ends a server that does not answer.
+    """Wait until the server answers, at most `_START_SECONDS`; the caller ends a server that does not answer.
+
+    Args:
+        server: process of the server.
+        base: address of the server.
+        log: file with the output of the server, opened for reading too.
 
     Raises:
         KairosError: the server ended or did not answer in time; the message contains its last error, or else the last
@@ -132,13 +142,18 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", base: str, log: IO[str]
                 return
         except OSError:
             time.sleep(0.2)
+    raise KairosError(f"MLflow's server did not start: {_find_reason(log)[:300]}")
 
-    # the server has not started: report its output
-    log.seek(0)  # the server has written to the file, and this process reads it from the start
+
+def _find_reason(log: IO[str]) -> str:
+    """Return the last error in the output of the server, or else its last line, or ``no answer`` without output.
+
+    The file is read from its start, blank lines are ignored.
+    """
+    log.seek(0)  # the server has written to the file
     lines = [line.strip() for line in log if line.strip()]
     if not lines:
-        lines = ["no answer"]
+        return "no answer"
     # last lines of tracebacks, such as "mlflow.exceptions.MlflowException: ..."
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    reason = errors[-1] if errors else lines[-1]
-    raise KairosError(f"MLflow's server did not start: {reason[:300]}")
+    return errors[-1] if errors else lines[-1]

@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _verify_training_run(folder: Path) -> None:
     """Check the final checkpoint, the metrics and all snapshots of a training run against their records.
 
-    The hashes of the present files are printed before they are compared. A missing folder of a snapshot is not
-    noticed.
+    The hashes of the checkpoint's components and of the metrics are printed before they are compared. A missing folder
+    of a snapshot is not noticed.
 
     Raises:
         KairosError: the training run is not complete.
@@ -67,12 +67,12 @@ def _verify_training_run(folder: Path) -> None:
 
 
 def _compare_with_recording(lock: Path) -> None:
-    """Print the results that differ from the hashes in a dvc.lock, and the numbers of results by state.
+    """Compare all results with the hashes in a dvc.lock; print the results that are not equal, and numbers by state.
 
-    Missing results are printed and are an error. Results that were not compared are printed, too.
+    The states are ``same``, ``differs``, ``missing`` and ``not compared``; results of the last are printed, too.
 
     Raises:
-        KairosError: a result differs or is missing; the message contains the numbers.
+        KairosError: a result differs or is missing, and the message has the numbers; or the dvc.lock cannot be read.
     """
     from kairos.workflow.dvc_records import compare
     from kairos_timesteps.errors import KairosError

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_consistency(experiment: "Experiment") -> None:
-    """Check that the sections of an experiment are consistent.
+    """Check that the sections of an experiment, and the methods in `published` and `claim`, are consistent.
 
     Raises:
         ConfigError: two fields contradict each other; the message reports the first such field, its value and what is
@@ -46,6 +46,10 @@ def _check_job_counts(experiment: "Experiment") -> None:
 
     A training run has at most one segment per snapshot after step 0. Sampling has at most one shard per batch of a
     snapshot's images in all sample sets.
+
+    Raises:
+        ConfigError: one of them does not hold.
+        ValueError: a training length has no number of steps, see `Experiment.milestones`.
     """
     training, sampling = experiment.training, experiment.sampling
     steps = list(experiment.milestones)
@@ -64,6 +68,9 @@ def _check_conditions(experiment: "Experiment") -> None:
     """Check that the model accepts its conditions, and that it has an embedding for dropped classes.
 
     Only a model with the option ``null_class: false`` lacks this embedding, and passes if no classes are dropped.
+
+    Raises:
+        ConfigError: the model does not accept a condition, or drops classes without an embedding for them.
     """
     check_conditions_accepted(experiment.model)
     dropout = experiment.training.condition_dropout
@@ -80,6 +87,9 @@ def _check_text(experiment: "Experiment") -> None:
 
     Without such a model, an encoder and metric clip, which compares images with captions, are rejected. Captions may be
     set: they are then prepared, but not used.
+
+    Raises:
+        ConfigError: captions or encoder are missing, or the encoder or the metric is set without need.
     """
     captions, encoder = experiment.dataset.captions, experiment.text_encoder
     if "text" in experiment.conditions:
@@ -93,9 +103,10 @@ def _check_text(experiment: "Experiment") -> None:
 
 
 def _check_low_resolution(experiment: "Experiment") -> None:
-    """Check that images of low resolution are prepared if and only if the model takes them.
+    """Check that images of low resolution are prepared if and only if the model is conditioned on them.
 
-    Metric psnr compares generated images with the images of full resolution, so that it needs such a model.
+    Raises:
+        ConfigError: `dataset.low_resolution` does not fit the model, or metric psnr is listed without such a model.
     """
     factor = experiment.dataset.low_resolution
     if "low_resolution" in experiment.conditions:
@@ -112,6 +123,9 @@ def _check_shapes(experiment: "Experiment") -> None:
 
     A model without patches passes the first check, and guidance of all channels (null) the second. Nothing is checked
     if the experiment file does not determine the shape of the input.
+
+    Raises:
+        ConfigError: the patch size does not divide the side, or more channels are guided than the input has.
     """
     if experiment.x0_size is None:  # known once the data are prepared
         return
@@ -129,6 +143,9 @@ def _check_augmentation(experiment: "Experiment") -> None:
     """Check that augmentation transforms pixels, that `dataset.flips` is off, and that the model takes its labels.
 
     An experiment without `training.augment` passes. The model takes labels if its option `augment` is not 0.
+
+    Raises:
+        ConfigError: one of the three does not hold, for example with an autoencoder.
     """
     augment = experiment.training.augment
     if augment is None:
@@ -144,7 +161,11 @@ def _check_augmentation(experiment: "Experiment") -> None:
 
 
 def _check_losses(experiment: "Experiment") -> None:
-    """Check that a masked loss has a model that can mask tokens; the error lists the models that can."""
+    """Check that an experiment with a loss on masked tokens has a model that masks tokens; other experiments pass.
+
+    Raises:
+        ConfigError: the model does not mask tokens; the message lists the models that do.
+    """
     model = experiment.model
     masked_losses = [loss.name for loss in experiment.diffusion.losses if loss.masks_tokens]
     if masked_losses:
@@ -157,8 +178,10 @@ def _check_losses(experiment: "Experiment") -> None:
 def _check_timestep_table(experiment: "Experiment") -> None:
     """Check that a learned table of timestep embeddings (`model.timesteps`) has a row for each timestep.
 
-    Row 0 belongs to timestep 0, even if the timesteps of the process begin later. A model with such a table requires a
-    discrete process. A model without one passes.
+    Row 0 belongs to timestep 0, even if the timesteps of the process begin later. A model without a table passes.
+
+    Raises:
+        ConfigError: the model has a table, and the process is continuous or has more timesteps than the table rows.
     """
     table_rows = getattr(experiment.model, "timesteps", None)
     if table_rows is None:
@@ -177,6 +200,9 @@ def _check_strategies(experiment: "Experiment") -> None:
 
     Properties of a sample, such as its tokens, are context. For this check, a continuous process has `CELLS` timesteps,
     and its name in place of a schedule. Couplings are not checked.
+
+    Raises:
+        ConfigError: a sampler requires context, or an option of a sampler or weighting does not fit.
     """
     process = experiment.diffusion.process
     timesteps = process.get("timesteps", CELLS)
@@ -187,7 +213,7 @@ def _check_strategies(experiment: "Experiment") -> None:
         demand(not required_context, f"methods.{method_name}.sampler", value, "samplers that require no context")
         for component in (method.sampler, method.weighting):
             where = f"methods.{method_name}.{component.registry.kind}"  # such as methods.speed.sampler
-            checked(  # for its errors
+            checked(  # only for its errors: the result is not used
                 component.registry,
                 component.name,
                 component.plain_options(),

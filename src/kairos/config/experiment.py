@@ -127,12 +127,15 @@ class Experiment(Section):
     @field_validator("methods", mode="before")
     @classmethod
     def _expand_grids(cls, methods: Any) -> Any:
-        """Replace methods with a grid by the methods of the grid; pydantic rejects a value that is not a mapping."""
+        """Return the methods with each grid expanded, before they are checked, see `expand_grids`.
+
+        A value that is not a mapping is returned unchanged, since pydantic rejects it afterwards.
+        """
         return expand_grids(methods) if isinstance(methods, dict) else methods
 
     @model_serializer(mode="wrap")
     def _omit_unset_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit `plugins`, `analyses`, `published`, `claim` and `known` if they are empty or None.
+        """Return the serialised fields without `plugins`, `analyses`, `published`, `claim`, `known` if empty or None.
 
         Experiments from before these fields thereby keep their hash.
         """
@@ -148,7 +151,8 @@ class Experiment(Section):
         """Check sections, plugins and analyses; return a copy without ``auto`` in `dataset.store` and `text_encoder`.
 
         Raises:
-            ConfigError: two sections contradict each other; the message reports the first contradiction.
+            ConfigError: two sections contradict each other, or a plugin of a method is not listed in `plugins`. The
+                message reports the first problem.
             ValueError: a training length has no number of steps, see `milestones`.
         """
         dataset = self._resolve_store()
@@ -168,7 +172,7 @@ class Experiment(Section):
         not files, are copied.
 
         Raises:
-            ConfigError: `dataset.store` is ``refer`` in pixel space.
+            ConfigError: `dataset.store` is ``refer`` in pixel space, with `autoencoder.kind` ``none``.
         """
         autoencoder, store = self.autoencoder.kind, self.dataset.store
         if autoencoder == "none":
@@ -200,7 +204,7 @@ class Experiment(Section):
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the metrics that the file lists; empty for null, with which the default metrics are measured."""
+        """Names of the metrics that the file lists; empty if `evaluation.metrics` is null, for default metrics."""
         return [metric.name for metric in self.evaluation.metrics or ()]
 
     @property
@@ -230,23 +234,29 @@ class Experiment(Section):
         Raises:
             ValueError: a length is not positive, or is in epochs and `dataset.train_images` is null.
         """
-        training, train_images = self.training, self.dataset.train_images
-        return (0, *(length_in_steps(length, training.batch_size, train_images) for length in training.milestones))
+        batch_size, train_images = self.training.batch_size, self.dataset.train_images
+        steps = [length_in_steps(length, batch_size, train_images) for length in self.training.milestones]
+        return (0, *steps)
 
     @property
     def segments(self) -> tuple[tuple[int, ...], ...]:
-        """Steps of the snapshots of each training job, in order; step 0 belongs to the first job.
+        """Steps of the snapshots of each segment of a training run, in order; step 0 belongs to the first segment.
 
-        Four snapshots after step 0 in two segments are ``((0, 1000, 2000), (3000, 4000))``.
+        The snapshots after step 0 are divided as evenly as possible: four of them in two segments are
+        ``((0, 1000, 2000), (3000, 4000))``.
         """
-        steps, segments = self.milestones, self.training.segments
+        steps, segment_count = self.milestones, self.training.segments
         trained_snapshots = len(steps) - 1
-        # the end of each segment as an index of `steps`; 1 is for step 0
-        end_indices = [1 + round(trained_snapshots * segment / segments) for segment in range(1, segments + 1)]
-        return tuple(steps[begin:end] for begin, end in pairwise([0, *end_indices]))
+        boundaries = [0]  # indices of `steps` at which a segment begins or ends
+        for number in range(1, segment_count + 1):
+            snapshots_so_far = round(trained_snapshots * number / segment_count)
+            boundaries.append(1 + snapshots_so_far)  # 1 is for step 0
+        return tuple(steps[begin:end] for begin, end in pairwise(boundaries))
 
     def resolve(self) -> tuple["Experiment", list[str]]:
-        """Choose an extractor for ``auto``; return the experiment with it and messages for the user.
+        """Return the experiment with a definite extractor in place of ``auto``, and messages for the user.
+
+        The messages are the reason for the choice and warnings. Weights in `training.start_from` are checked, too.
 
         Raises:
             ConfigError: the weights in `training.start_from` are missing or of another model, or the evaluation is not
@@ -260,7 +270,10 @@ class Experiment(Section):
         return self.model_copy(update={"evaluation": evaluation}), messages
 
     def run_settings(self, method: str, seed: int) -> RunSettings:
-        """Return the settings of one training run; the caller ensures that the experiment has the method."""
+        """Return the settings of the training run of a method with a seed.
+
+        The seed need not be one of the experiment's. The caller ensures that the experiment has the method.
+        """
         return RunSettings(
             method_name=method,
             seed=seed,
@@ -273,7 +286,7 @@ class Experiment(Section):
         )
 
     def plain(self) -> dict[str, Any]:
-        """Return the whole configuration as plain values, defaults included."""
+        """Return the whole configuration as values of JSON by field, defaults included."""
         return self.model_dump(mode="json")
 
 
@@ -311,8 +324,8 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
     """
     plain = experiment.plain()
     codes = method_codes(experiment.methods)
-    content = [plain, codes] if codes else plain  # without plugins, the hash is unchanged from earlier versions
-    path = Path(folder) / f"{experiment.experiment}-{sha256_json(content)[:16]}.yaml"
+    hashed_content = [plain, codes] if codes else plain  # without plugins, the hash of earlier versions
+    path = Path(folder) / f"{experiment.experiment}-{sha256_json(hashed_content)[:16]}.yaml"
     # the codes first, so that a frozen experiment never lacks them
     if codes and not codes_file(path).exists():
         write_json(codes_file(path), codes)

@@ -45,9 +45,10 @@ _plugins: dict[str, _Plugin] = {}  # imported plugins by module name
 
 
 def load_plugins(paths: Any) -> Any:
-    """Import plugin files, each once per content; return `paths`, as pydantic expects of a validator.
+    """Import plugin files, each once per content; return `paths` unchanged, as pydantic expects of a validator.
 
-    With plugins, this process imports diffusers from now on with the packages of its pipelines, see `quick_imports`.
+    The import registers the components of a file. With plugins, this process imports diffusers from now on with the
+    packages of its pipelines, see `quick_imports`.
 
     Raises:
         ConfigError: `paths` is not a list of paths, or a file is missing, cannot be imported, or registers a name that
@@ -110,10 +111,10 @@ def _execute(file: str, text: str, spec: ModuleSpec) -> None:
 
 
 def _find_module(file: str, path: Path) -> ModuleSpec:
-    """Return the specification of the module that a plugin file is; its folder must be in `sys.path`.
+    """Return the import specification of a plugin file as a module; its folder must be in `sys.path`.
 
     Raises:
-        ConfigError: an import of the file's name would import another module, such as an installed one.
+        ConfigError: an import of the file's name would import another module, such as an installed one, or none.
     """
     importlib.invalidate_caches()  # the file may be newer than Python's list of files in the folder
     spec = importlib.util.find_spec(path.stem)
@@ -124,10 +125,10 @@ def _find_module(file: str, path: Path) -> ModuleSpec:
 
 
 def _comes_from(spec: ModuleSpec, path: Path) -> bool:
-    """Return True if the module of a specification is a certain file; False for modules without a file."""
-    if spec.loader is None or spec.origin is None:  # a namespace package, or a module built into Python
+    """Return True if the module of a specification is the file `path`, also by a link; False without a file."""
+    if spec.loader is None or spec.origin is None:  # a namespace package has no file
         return False
-    return os.path.exists(spec.origin) and path.samefile(spec.origin)  # the origin "built-in" does not exist
+    return os.path.exists(spec.origin) and path.samefile(spec.origin)  # "built-in" is the origin of built-in modules
 
 
 def _read(file: str, path: Path) -> str:
@@ -173,7 +174,13 @@ def _describe(error: BaseException) -> str:
 
 
 def forget(name: str) -> None:
-    """Remove a plugin's module and the components that it registered, if any, so that it can be imported again."""
+    """Remove a plugin's module and the components that it registered, so that it can be imported again.
+
+    An unknown module is ignored.
+
+    Args:
+        name: name of the module, such as ``my_strategies``.
+    """
     _plugins.pop(name, None)
     sys.modules.pop(name, None)
     for registry in _REGISTRIES.values():
@@ -183,25 +190,30 @@ def forget(name: str) -> None:
 
 
 def _plugin_roots(method: "MethodConfig") -> list[str]:
-    """Return the code of plugins that a method uses, as roots of a fingerprint, such as ``my_strategies:Ramp``.
+    """Return the definitions in plugins that a method uses, as roots of a fingerprint: ``my_strategies:Ramp``.
 
-    Plugins that this process has not imported are left out.
+    Definitions outside of the plugins that this process has imported are left out.
     """
     roots = [root for component in method.components for root in roots_of(component)]
     return [root for root in roots if _module_of(root) in _plugins]
 
 
 def _module_of(root: str) -> str:
-    """Return the module of a root of a fingerprint: ``my_strategies`` of ``my_strategies:Ramp``."""
+    """Return the module name in a root of a fingerprint: ``my_strategies`` in ``my_strategies:Ramp``."""
     module, _, _ = root.partition(":")
     return module
 
 
 def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None:
-    """Check that an experiment lists the plugins that its methods use.
+    """Check that an experiment lists the plugin files that its methods use.
+
+    A process may have imported more plugin files, for other experiments.
+
+    Args:
+        plugins: plugin files that the experiment lists.
 
     Raises:
-        ConfigError: a component is from a plugin file that this process has imported for another experiment alone.
+        ConfigError: a component of a method is from a plugin file that is not listed.
     """
     if not _plugins:  # saves the search for the code of components
         return
@@ -233,7 +245,7 @@ def source_files(paths: list[str]) -> list[str]:
 
 
 def method_codes(methods: "dict[str, MethodConfig]") -> dict[str, str]:
-    """Return the fingerprint of each component of a plugin that methods use, by ``module:Name``.
+    """Return the fingerprint of the code of each plugin component that methods use, by ``module:Name``.
 
     Empty if the methods use no plugin.
     """
@@ -252,9 +264,13 @@ def codes_file(config: Path) -> Path:
 
 
 def check_unedited(config: Path, name: str, method: "MethodConfig") -> None:
-    """Check that the plugin code of a method is the code with which a run began.
+    """Check that the plugin code of a method has the fingerprints that were recorded when a run began.
 
-    Components without a recorded code pass, and so do experiment files that are not frozen, since they have no codes.
+    Components without a recorded fingerprint pass. So do experiment files that are not frozen, since they have none.
+
+    Args:
+        config: experiment file; its fingerprints are in `codes_file`.
+        name: name of the method, for the error message.
 
     Raises:
         KairosError: the code was edited since.

@@ -68,9 +68,12 @@ class PublishedConfig(Section):
             demand(length == count, where, f"{length} numbers", f"{count}, one for each of published.steps")
 
     def check_methods(self, methods: Collection[str]) -> None:
-        """Check that every row has a method or a reason why there is none.
+        """Check that every row has a method, or a reason in `missing` why there is none.
 
         The method of a row has the name in `self.methods`, or by default the name of the row.
+
+        Args:
+            methods: names of the experiment's methods.
 
         Raises:
             ConfigError: a row has neither.
@@ -81,7 +84,7 @@ class PublishedConfig(Section):
             demand(method in methods or row in self.missing, "published.rows", row, allowed)
 
     def numbers(self) -> Iterator[PublishedNumber]:
-        """Yield all published numbers, row by row, in the paper's unit; nulls are left out.
+        """Yield all published numbers, row by row, in the paper's unit, without `scale`; nulls are left out.
 
         The numbers of rows in `missing` have no method, even if `methods` contains one. Without `printed`, the printed
         length of a number is its step.
@@ -110,8 +113,9 @@ class ClaimConfig(Section):
         Raises:
             ConfigError: one of them is not.
         """
-        for name in ("method", "baseline"):
-            demand(getattr(self, name) in methods, f"claim.{name}", getattr(self, name), f"one of {', '.join(methods)}")
+        for field_name in ("method", "baseline"):
+            method = getattr(self, field_name)
+            demand(method in methods, f"claim.{field_name}", method, f"one of {', '.join(methods)}")
 
 
 class KnownConfig(Section):

@@ -23,7 +23,7 @@ class _Loader(_SafeLoader):
     """Loader of safe YAML that rejects a key that occurs twice, where YAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node.
+        """Return the mapping of a YAML node as a dictionary.
 
         Raises:
             ConstructorError: a key occurs twice; the message lists such keys, at the position of the mapping.
@@ -51,13 +51,13 @@ def _describe(error: Exception) -> str:
 
 
 def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
-    """Read an experiment file and the files that it extends, without checking fields.
+    """Return the content of an experiment file, merged with the files that it extends; fields are not checked.
 
     The result is a mapping without ``extends``; or any other value of YAML, if the file does not contain a mapping.
     `extending` are files that extend this one, to detect cycles.
 
     Raises:
-        ConfigError: a file is missing, is not YAML, or has an invalid ``extends``.
+        ConfigError: a file is missing, is not YAML in UTF-8, contains a key twice, or has an invalid ``extends``.
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
@@ -70,7 +70,7 @@ def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
 
 
 def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> Any:
-    """Merge the values of an experiment file into the values of the file that it extends.
+    """Return the values of an experiment file, merged into the values of the file that it extends, see `merge`.
 
     The result has no field ``extends``; ``published`` and ``claim`` of the extended file are left out. Values that are
     not a mapping, or have no such field, are returned unchanged. `path` is the path of the file, and `extending` are
@@ -97,8 +97,9 @@ def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> 
 def merge(base: Any, values: Any) -> Any:
     """Return values merged into the values of a base file, by the rules of ``extends`` in the module's docstring.
 
-    Two mappings are merged key by key. Other `values`, a component with another name, and ``methods`` replace the base.
-    A component that the base file writes as text, such as ``model: dit``, is a name without options.
+    Two mappings are merged key by key, to any depth. Other `values`, a component with another name, and the value of
+    key ``methods`` replace the base. Text in the base file, such as ``model: dit``, is merged with a mapping as the
+    name of a component without options. The arguments are not changed.
     """
     if isinstance(base, str) and isinstance(values, dict):
         base = {"name": base}
@@ -125,7 +126,7 @@ def find_experiment_files(folder: Path) -> list[Path]:
 
 
 def _natural_order(path: Path) -> Any:
-    """Return the key that sorts files by folder and then by name, with numbers in names compared as numbers.
+    """Return the key that sorts files by folder and then by name without suffix, with numbers compared as numbers.
 
     The key of table10 is ``["table", 10, ""]``: text and numbers alternate, so that keys of two files can be compared.
     """

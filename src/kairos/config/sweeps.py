@@ -65,34 +65,36 @@ def parse_sweep_name(name: str) -> list[tuple[str, str]]:
 
 
 def _is_valid_grid(grid: Any) -> bool:
-    """Return True if a grid is a mapping, not empty, from texts to lists of different scalars."""
+    """Return True if a grid is a non-empty mapping from texts to lists that pass `_are_different_scalars`."""
     if not isinstance(grid, dict) or not grid:
         return False
     return all(isinstance(key, str) and _are_different_scalars(values) for key, values in grid.items())
 
 
 def _are_different_scalars(values: Any) -> bool:
-    """Return True for a list, not empty, of numbers, texts, booleans or null that differ in a method's name.
+    """Return True for a non-empty list of numbers, texts, booleans or null with different texts in a method's name.
 
-    There, 5 and 5.0 and the text "5" are equal.
+    For example, 5 and 5.0 and "5" are not different.
     """
     if not isinstance(values, list) or not values:
         return False
     if not all(value is None or isinstance(value, str | int | float) for value in values):
         return False
-    return len({_value_text(value) for value in values}) == len(values)
+    different_texts = {_value_text(value) for value in values}
+    return len(different_texts) == len(values)
 
 
 def _grid_methods(name: str, method: dict[str, Any], grid: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield name and values of each method of a grid; values of the last key change first.
+    """Yield name and entries of a method for each combination of a grid's values; values of the last key change first.
 
-    Further entries of the method are kept. `grid` contains the values of each key, such as ``sampler.k``.
+    The name has a suffix such as ``-k=5`` for each key. Further entries of `method` are kept, without ``grid``. `grid`
+    contains the values of each key, such as ``sampler.k``.
 
     Raises:
         ConfigError: a key or a value is not allowed, see `_replace`.
     """
     labels = _option_labels(list(grid))
-    # components before their options: `sampler: speed` would delete the value of sampler.k
+    # components, whose keys have no dot, before their options: `sampler: speed` would delete the value of sampler.k
     keys_in_order = sorted(grid, key=lambda key: "." in key)
     without_grid = {part: value for part, value in method.items() if part != "grid"}
     for values in product(*grid.values()):
@@ -105,9 +107,10 @@ def _grid_methods(name: str, method: dict[str, Any], grid: dict[str, list[Any]])
 
 
 def _option_labels(keys: list[str]) -> list[str]:
-    """Return the text of each key in names of methods: its last part, or the whole key if two keys share that part.
+    """Return the label of each key in names of methods: its part after the last dot, or the whole key.
 
-    ``["sampler.k", "weighting"]`` results in ``["k", "weighting"]``.
+    The whole key is the label if another key has the same last part, or if it has no dot. Example: the labels of
+    ``["sampler.k", "weighting"]`` are ``["k", "weighting"]``.
     """
     last_parts = [key.rpartition(".")[2] for key in keys]
     labels = []
@@ -118,9 +121,10 @@ def _option_labels(keys: list[str]) -> list[str]:
 
 
 def _replace(method: dict[str, Any], key: str, value: Any, where: str) -> dict[str, Any]:
-    """Return a copy of a method with another component or another value of an option.
+    """Return a copy of a method in which `value` replaces a component, or the value of an option of a component.
 
-    The value of an option is checked, a component is not: the check of the experiment follows.
+    A method without the component has the default component. The value of an option is checked, a component is not: the
+    check of the experiment follows.
 
     Args:
         key: ``sampler``, ``weighting`` or ``coupling``, or one of these with an option, such as ``sampler.k``.
@@ -145,5 +149,5 @@ def _replace(method: dict[str, Any], key: str, value: Any, where: str) -> dict[s
 
 
 def _value_text(value: Any) -> str:
-    """Return a value as it is written in the name of a method: a text unchanged, others as JSON, 5.0 as 5."""
+    """Return a value as text for the name of a method: a text unchanged, other values as JSON, and 5.0 as ``5``."""
     return value if isinstance(value, str) else json.dumps(value).removesuffix(".0")

@@ -45,9 +45,10 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     parser.set_defaults(set_option="set")
-    strategy = "one name is a sampler or a weighting, combined with weighting none or sampler uniform; or a preset, an "
-    strategy += "option of another trainer such as kohya:shift, in that trainer's time; optional with --checkpoint"
-
+    strategy = (
+        "one name is a sampler or a weighting, combined with weighting none or sampler uniform; or a preset, an "
+        "option of another trainer such as kohya:shift, in that trainer's time; optional with --checkpoint"
+    )
     add("strategy", nargs="?", metavar="SAMPLER[+WEIGHTING]", help=strategy)
     add("--process", metavar="P", help="discrete (default), edm, flow or vp")
     add("--schedule", metavar="S", help="schedule of discrete: linear (default), cosine or quadratic")
@@ -77,10 +78,13 @@ def _add_increments_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Import the plugins of ``--plugin``, and run `list`, `show` or `increments`.
+    """Import the plugins of ``--plugin``, and run the action: `list`, `show` or `increments`.
 
     All of them print text by default. With ``--format`` or ``--out``, `show` and `increments` print or write a CSV, or
     write a figure.
+
+    Raises:
+        ConfigError: a plugin cannot be imported, or an argument of the action is not allowed.
     """
     plugins = getattr(arguments, "plugin", [])  # `increments` has no plugins
     if plugins:

@@ -52,16 +52,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _render_csv(result: Increments) -> str:
-    """Return a CSV with a header and a row per increment: the columns of `Increments`, and last its area."""
+    """Return a CSV with a header and a row per increment: the columns of `Increments`, and last the area's name."""
     csv_lines = strategy_csv(result.columns()).splitlines()
     area_column = ["area", *result.area()]  # header and cells
     return "".join(f"{line},{cell}\n" for line, cell in zip(csv_lines, area_column, strict=True))
 
 
 def _render_table(result: Increments, title: str) -> str:
-    """Return a description of the areas, and a table of means over ranges of timesteps with bars of the variance.
+    """Return the lines of `_describe_areas`, and a table of means over ranges of timesteps, as one text.
 
-    A range with increments of several areas has all their names.
+    A range with increments of several areas has all their names. The last column has bars of the mean variance.
     """
     rows = [["t", *_TABLE_COLUMNS.values(), "area", ""]]
     areas = result.area()
@@ -69,15 +69,16 @@ def _render_table(result: Increments, title: str) -> str:
         t = result.t[timesteps]
         times = f"{t[0]:.4g} - {t[-1]:.4g}" if len(t) > 1 else f"{t[0]:.4g}"
         means = {attribute: getattr(result, attribute)[timesteps].mean() for attribute in _TABLE_COLUMNS}
+        mean_cells = [f"{mean:.4g}" for mean in means.values()]
         area_names = "/".join(area for area in AREAS if area in areas[timesteps])
         bar = text_bar(means["variance"], largest=result.variance.max())
-        rows.append([times, *(f"{mean:.4g}" for mean in means.values()), area_names, bar])
+        rows.append([times, *mean_cells, area_names, bar])
     description = "".join(f"{label:13} {text}\n" for label, text in _describe_areas(result, title).items())
     return f"{description}\n{align_columns(rows)}"
 
 
 def _describe_areas(result: Increments, title: str) -> dict[str, str]:
-    """Return lines about the process, by label: where its areas begin, and number and share of increments in each area.
+    """Return lines about a process, by label: where its areas begin, and number and share of increments in each area.
 
     The labels are ``process``, ``slows at``, ``converges``, and the areas that have increments. If an area does not
     begin at any time, the line contains the reason, or ``not reached``.
@@ -101,5 +102,5 @@ def _describe_areas(result: Increments, title: str) -> dict[str, str]:
 
 
 def _format_time(t: float | None, otherwise: str) -> str:
-    """Return a time as text, or another text if there is none."""
+    """Return a time as text, such as ``t = 250``, or the text `otherwise` for None."""
     return otherwise if t is None else f"t = {t:.6g}"

@@ -52,9 +52,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _print_entries(entries: Iterable[tuple[str, str]], name_width: int) -> None:
-    """Print names in a column of `name_width` characters, each with its text, which is wrapped; no line if it is empty.
+    """Print entries of a name and a text in two columns, names `name_width` wide; the text is wrapped.
 
-    The text of an entry without a name, the options of the component above, is indented.
+    An entry without a name is the options of the entry above, and its text is indented. An entry without a text prints
+    no line.
     """
     for name, text in entries:
         indent = "" if name else "  "
@@ -65,20 +66,21 @@ def _print_entries(entries: Iterable[tuple[str, str]], name_width: int) -> None:
 
 
 def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
-    """Yield name and description of each component, and then its options with defaults, with "" in place of a name.
+    """Yield two entries per component: its name and description, then "" and its options with defaults as text.
 
-    For fixed samplers, the options that all of them share are omitted. The text is empty for a component without
+    For fixed samplers, the options that all of them share are omitted. The second text is empty for a component without
     further options.
     """
     for name, entry in registry.items():
         yield name, entry.help
-        omitted = _SHARED_OPTIONS if issubclass(entry.component, FixedDensity) else {}
+        omitted_options = _SHARED_OPTIONS if issubclass(entry.component, FixedDensity) else {}
         defaults = options.default_values(entry.component)
-        yield "", describe_options({option: value for option, value in defaults.items() if option not in omitted})
+        listed_options = {option: value for option, value in defaults.items() if option not in omitted_options}
+        yield "", describe_options(listed_options)
 
 
 def _presets() -> Iterator[tuple[str, str]]:
-    """Yield name and formula of each preset, and then its options, if it has any, with "" in place of a name."""
+    """Yield name and formula of each preset, and then, if it has options, "" and the options with defaults as text."""
     for row in PRESETS:
         yield row.name, row.help
         if row.options:

@@ -18,11 +18,11 @@ _BAR_LENGTH = 30  # characters
 def write_output(
     arguments: argparse.Namespace, name: str, table: Text, csv: Text, picture: Callable[[Any], Any]
 ) -> None:
-    """Write the output in the requested format to a file or the terminal.
+    """Write a table, a CSV or a PNG figure to the file of ``--out``, or else to standard output.
 
     The format is ``--format``, or else follows from the suffix of ``--out``, .csv or .png. Otherwise it is a table. A
     figure without ``--out`` is written into the working directory, and its path is logged. An existing file is
-    replaced.
+    replaced. Only the function of the format is called.
 
     Args:
         name: name of a PNG file without suffix, if ``--out`` is not set.
@@ -50,12 +50,15 @@ def write_output(
 
 
 def warn(text: str) -> None:
-    """Print a warning to standard error."""
+    """Print a line ``kairos: warning: ...`` to standard error."""
     log(f"kairos: warning: {text}")
 
 
 def timestep_ranges(count: int, most: int = 20) -> list[slice]:
-    """Split `count` timesteps, at least one, into at most `most` consecutive ranges; sizes differ by at most one."""
+    """Return slices that divide `count` timesteps into at most `most` consecutive ranges; sizes differ by at most one.
+
+    The caller ensures that `count` is at least 1. No range is empty.
+    """
     range_count = min(count, most)
     ends = [count * index // range_count for index in range(range_count + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]
@@ -73,5 +76,8 @@ def text_bar(value: float, largest: float) -> str:
 
 
 def align_columns(rows: list[list[str]]) -> str:
-    """Return rows of cells in columns: the first and the last column aligned left, the others right."""
+    """Return rows of cells as a text with aligned columns: the first and the last aligned left, the others right.
+
+    The text ends with a newline. The caller ensures that there is a row.
+    """
     return table(rows, left=(0, len(rows[0]) - 1)) + "\n"

@@ -113,7 +113,7 @@ def _read_checkpoint(file: Path) -> dict[str, Any]:
     `Strategy.state_dict()`, alone or as entry ``strategy``; its other content is left out. Tensors are on the CPU.
 
     Raises:
-        KairosError: the file is neither.
+        KairosError: the file is neither, or is damaged.
     """
     import pickle
 
@@ -139,7 +139,8 @@ def _view_of_checkpoint(
 ) -> View:
     """Return the view of the strategy whose state is in a checkpoint.
 
-    The plugins that the record lists are imported first. Without a record, the arguments describe the strategy.
+    The plugins that the record lists are imported first. Without a record, the arguments describe the strategy. A note
+    contains the step and the file.
 
     Raises:
         ConfigError: arguments contradict the record, or are missing without one.
@@ -170,16 +171,31 @@ def _view_of_checkpoint(
 
 
 def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) -> StrategySettings:
-    """Return sampler and weighting with their options, and the forward process, of a snapshot's record.
+    """Return sampler and weighting with their options, and the forward process, from the record of a snapshot.
 
-    The arguments may repeat the name of the recorded strategy; they may contain no other setting. The process has the
-    recorded `sigma_data` if its option is null.
+    The process has the recorded `sigma_data` if its option is null.
 
     Raises:
-        ConfigError: the arguments contain another strategy, or a setting that the record contains, even if it is equal.
+        ConfigError: the arguments contain another strategy, or set an option of it, see `_check_arguments`.
+        KeyError: the record lacks an entry.
     """
     method = record["config"]["methods"][record["method"]]
-    recorded_sampler, recorded_weighting = method["sampler"]["name"], method["weighting"]["name"]
+    _check_arguments(arguments, method["sampler"]["name"], method["weighting"]["name"])
+    diffusion = record["config"]["diffusion"]
+    process = LibraryComponent.select(PROCESSES, diffusion["process"])
+    process = with_sigma_data(process, record["sigma_data"])
+    return method["sampler"], method["weighting"], ForwardProcess(process, diffusion["prediction"])
+
+
+def _check_arguments(arguments: argparse.Namespace, recorded_sampler: str, recorded_weighting: str) -> None:
+    """Check that the arguments contain no other strategy than the recorded one, and no option that is recorded.
+
+    No strategy, the recorded one, and the name of its sampler alone are allowed.
+
+    Raises:
+        ConfigError: the arguments contain another strategy, or set the process, the prediction target or an option of
+            the strategy, even to the recorded value.
+    """
     if arguments.strategy is not None:
         sampler, weighting = parse_name(arguments.strategy)
         # `parse_name` completes the name of a sampler by a default weighting, which need not be the recorded one
@@ -192,12 +208,8 @@ def _recorded_settings(record: dict[str, Any], arguments: argparse.Namespace) ->
     repeated = [f"--{option}" for option in recorded_options if getattr(arguments, option) not in (None, [])]
     if repeated:
         raise ConfigError(f"{', '.join(repeated)}: not allowed with --checkpoint, which contains it; omit it")
-    diffusion = record["config"]["diffusion"]
-    process = LibraryComponent.select(PROCESSES, diffusion["process"])
-    process = with_sigma_data(process, record["sigma_data"])
-    return method["sampler"], method["weighting"], ForwardProcess(process, diffusion["prediction"])
 
 
 def _is_per_image(sampler: str) -> bool:
-    """Return True if the density of the sampler with a name differs between images; False for an unknown name."""
+    """Return True if the density of a sampler differs between images; False for an unknown name of a sampler."""
     return sampler in SAMPLERS and SAMPLERS[sampler].component.per_image

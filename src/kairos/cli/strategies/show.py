@@ -74,9 +74,13 @@ def build_strategy_view(
     columns: dict[str, Array],
     notes: tuple[str, ...],
 ) -> View:
-    """Return the view of a strategy, from its sampler and weighting with their options.
+    """Return the view of a strategy, with lines on its sampler, weighting and process as description.
+
+    The name is ``sampler+weighting``. The line on a discrete process has only its schedule and number of timesteps.
 
     Args:
+        sampler: name and options.
+        weighting: name and options.
         diffusion: the process with its options, and the prediction target.
         columns: ``t``, ``p``, ``w``, ``effective``, each (T,).
         notes: sentences about the state, step or context of the table.
@@ -103,7 +107,7 @@ def build_strategy_view(
 
 
 def _describe_component(component: dict[str, Any]) -> str:
-    """Return name and options of a component as text, such as ``speed: k=5, tau=null``."""
+    """Return a component as text, such as ``speed: k=5, tau=null``; without options, the name alone."""
     options = describe_options(but_name(component))
     return f"{component['name']}: {options}" if options else str(component["name"])
 
@@ -111,9 +115,9 @@ def _describe_component(component: dict[str, Any]) -> str:
 def run(arguments: argparse.Namespace) -> None:
     """Show a strategy or preset, or two of them with ``--compare``, as table, CSV or figure.
 
-    The output goes to the terminal or to ``--out``; a figure without ``--out`` is written into the working directory.
-    Only the folder or the checkpoint in ``--checkpoint`` is read. A warning is logged for each fault of a strategy,
-    such as a negative weight, and for each warning of its process.
+    The output goes to the terminal or to ``--out``; a figure without ``--out`` is written into the working directory,
+    under the name of the first strategy. Only the folder or the checkpoint in ``--checkpoint`` is read. A warning is
+    logged for each fault of a strategy, such as a negative weight, and for each warning of its process.
 
     Raises:
         ConfigError: see `build_views`.
@@ -184,8 +188,12 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
         if arguments.compare is not None:
             views.append(build_initial_view(compared_arguments(arguments), context))
     notes = [note for view in views for note in view.notes]
-    # only the notes show which properties a view has used: `select_context` adds "tokens = 4096" for each of them
-    unused = [name for name in context if not any(note.startswith(f"{name} =") for note in notes)]
+    unused = []
+    for name in context:
+        # only the notes show which properties a view has used: `select_context` adds "tokens = 4096" for each of them
+        is_used = any(note.startswith(f"{name} =") for note in notes)
+        if not is_used:
+            unused.append(name)
     demand(not unused, "context", ", ".join(unused), "properties that the strategy depends on, such as tokens of shift")
     return views
 
@@ -196,9 +204,10 @@ def is_preset(name: str | None) -> bool:
 
 
 def compared_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return a copy of the arguments that shows the strategy or preset in ``--compare``, with ``--compare-set``.
+    """Return a copy of the arguments with the strategy or preset in ``--compare``, and with the options for it.
 
-    The process and the other options are kept, except ``--progress``, which applies to the first strategy alone.
+    The options are those of ``--compare-set``. The process and the other arguments are kept, except ``--progress``,
+    which applies to the first strategy alone and becomes None.
     """
     compared = {
         "strategy": arguments.compare,
@@ -226,7 +235,7 @@ def _parse_context(settings: list[str]) -> dict[str, Any]:
 
 
 def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the properties of a sample that a sampler depends on, and a note such as ``tokens = 4096`` on each.
+    """Return the properties in `context` that a sampler depends on, and a note such as ``tokens = 4096`` on each.
 
     Other properties are left out. The sampler may belong to a preset.
 
@@ -239,7 +248,7 @@ def select_context(sampler: Any, name: str, context: dict[str, Any]) -> tuple[di
     provided = {*context, "progress", "step"}  # progress and step follow from option --progress
     missing = sorted(sampler.requires_context - provided)
     if missing:
-        examples = [f"--context {key}={4096 if key == 'tokens' else 1}" for key in missing]
+        examples = ["--context tokens=4096" if key == "tokens" else f"--context {key}=1" for key in missing]
         raise ConfigError(f"{name} depends on {', '.join(missing)} of a sample; add {', '.join(examples)}")
     properties = {key: value for key, value in context.items() if key in sampler.context_names}
     return properties, [f"{key} = {value}" for key, value in properties.items()]
@@ -258,10 +267,10 @@ def _join_columns(views: list[View]) -> dict[str, Array]:
 
 
 def find_faults(columns: dict[str, Array]) -> list[str]:
-    """Describe faults of a table: weights that are negative or not finite, timesteps that are never drawn.
+    """Return a sentence for each kind of fault of a table; an empty list without faults.
 
-    Each kind of fault has one sentence, with the number of timesteps and the first and last time. A table without
-    faults gives an empty list.
+    The kinds are weights that are negative, weights that are not finite, and timesteps that are never drawn. A sentence
+    has the number of timesteps, and the first and the last of their times.
     """
     faults = []
     affected_timesteps = {  # boolean mask, (T,), by fault
@@ -280,12 +289,14 @@ def find_faults(columns: dict[str, Array]) -> list[str]:
 def parse_strategy(arguments: argparse.Namespace) -> StrategySettings:
     """Return sampler, weighting and forward process, with their options, from the arguments of the command.
 
-    Sampler and weighting contain only the options of ``--set``, without defaults. The process is ``discrete`` by
-    default, and its option `sigma_data`, if it has one, is 0.5 by default. The first prediction target of the process
-    is the default. ``--schedule`` and ``--timesteps`` override these options of the process in ``--set``.
+    Sampler and weighting contain only the options of ``--set``, without defaults and unchecked. The process is
+    ``discrete`` by default, and its option `sigma_data`, if it has one, is 0.5 by default. The first prediction target
+    of the process is the default. ``--schedule`` and ``--timesteps`` override these options of the process in
+    ``--set``.
 
     Raises:
-        ConfigError: the name is missing or unknown, or an option is unknown or ambiguous.
+        ConfigError: the strategy is missing, a name or an option is unknown or ambiguous, or the process does not allow
+            an option or the prediction target.
     """
     if arguments.strategy is None:
         allowed = "SAMPLER, WEIGHTING or SAMPLER+WEIGHTING, see kairos strategies list"
@@ -322,7 +333,7 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
     """Return the values of options by part and option, from settings such as ``sampler.k=5``: part sampler, option k.
 
     Every part of `names` is in the result, with an empty dictionary if no option of it is set. Values are parsed but
-    not checked. The part may be omitted, as in ``k=5``, if only one of sampler, weighting and process has the option.
+    not checked. The part may be omitted, as in ``k=5``, if only one of the parts has the option.
 
     Args:
         names: names of the components, by part: ``sampler``, ``weighting`` and ``process``.
@@ -356,10 +367,10 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
 
 
 def parse_scalar(text: str, option: str, setting: str) -> Any:
-    """Return a value in YAML; a text that Python reads as a number, such as 1e-3, 1e3 or inf, is that number.
+    """Return the value of a text in YAML, or a number if YAML reads it as text but Python as number: 1e-3, 1e3 or inf.
 
-    YAML reads these as texts. Those with an integer value below `_MOST_EXACT` are integers: 1e3 is 1000. A list or a
-    mapping in YAML is returned, too.
+    Such numbers with an integer value below `_MOST_EXACT` are integers: 1e3 is 1000. A list or a mapping in YAML is
+    returned, too.
 
     Args:
         option: command-line option without dashes that contains the setting, for the error message.
@@ -422,9 +433,10 @@ def _state_notes(sampler: Sampler, weighting: Any) -> list[str]:
 
 
 def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> tuple[dict[str, Any], list[str]]:
-    """Return step and progress at which a curriculum is shown, and a note; both empty for samplers without one.
+    """Return ``{"step": ..., "progress": ...}`` at which a curriculum is shown, and a list with a note on it.
 
-    The step is `progress` times the curriculum's length, or 0 if the length is unknown.
+    Both are empty for samplers without a curriculum. The step is `progress` times the curriculum's length, or 0 if the
+    length is unknown.
 
     Args:
         progress: fraction of the curriculum that has passed; None: 0, and the note mentions ``--progress``.
@@ -451,7 +463,7 @@ def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> 
 def _curriculum_length(sampler: Any) -> int:
     """Return the number of steps over which the density of a sampler changes; 0 if no option states it in steps.
 
-    The number of a sampler made of others is the largest of theirs.
+    The number of a sampler with components, such as a mixture, is the largest number of its components.
     """
     if hasattr(sampler, "length"):  # clts
         return int(sampler.length)
@@ -463,27 +475,46 @@ def _curriculum_length(sampler: Any) -> int:
 
 
 def _render_table(views: list[View]) -> str:
-    """Return the descriptions of one or two views, a table with a row per range of times, and the sums of p and p w.
+    """Return, as one text, the descriptions of one or two views, a table, and the sums of p and p w of each view.
 
-    A row contains the mass of p, the mean of w and the share of p w, each with a column per view. The bar in the last
-    column is the share of p w of the first view. The ranges of the first view are used; both views have equal times.
+    The table has a row per range of times, see `_range_rows`.
     """
-    # header
-    first = views[0]
-    is_discrete = first.process == "discrete"
-    header = ["timesteps" if is_discrete else PROCESSES[first.process].component.time_symbol]
+    descriptions = ["".join(f"{label:10} {text}\n" for label, text in view.header()) for view in views]
+    sums = ""
+    for view in views:
+        p_sum, effective_sum = view.columns["p"].sum(), view.columns["effective"].sum()
+        sums += f"sum of p = {p_sum:.15g}, sum of p*w = {effective_sum:.6g}\n"
+    rows = [_table_header(views), *_range_rows(views)]
+    return "\n".join(descriptions) + f"\n{align_columns(rows)}{sums}"
+
+
+def _table_header(views: list[View]) -> list[str]:
+    """Return the header of the table of one or two views; the column of bars, the last, has none.
+
+    The times are those of the first view. Column ``compared`` belongs to the second view.
+    """
+    process = views[0].process
+    header = ["timesteps" if process == "discrete" else PROCESSES[process].component.time_symbol]
     for quantity in ("mass of p", "mean w", "share of p*w"):
         header.append(quantity)
         if len(views) > 1:
             header.append("compared")
-    rows = [[*header, ""]]  # the column of bars has no header
+    return [*header, ""]
 
-    # a row per range of times
+
+def _range_rows(views: list[View]) -> list[list[str]]:
+    """Return a row of cells per range of times: times, mass of p, mean of w, share of p w, and a bar.
+
+    Each quantity has a cell per view. The bar is the share of p w of the first view. The ranges are those of the first
+    view; both views have equal times.
+    """
+    first = views[0]
     ranges = timestep_ranges(len(first.columns["t"]))
     shares = [_effective_shares(view, ranges) for view in views]
     finite_shares = [share for share in shares[0] if np.isfinite(share)]
     largest_share = max(finite_shares, default=0.0)  # 0 if all shares are NaN: no bars
     range_texts = _describe_ranges(first.columns["t"], ranges)
+    rows = []
     for index, timesteps in enumerate(ranges):
         masses = [f"{100 * view.columns['p'][timesteps].sum():.2f} %" for view in views]
         with np.errstate(invalid="ignore", over="ignore"):  # weights may be infinite, which `find_faults` reports
@@ -491,18 +522,11 @@ def _render_table(views: list[View]) -> str:
         percentages = [f"{100 * view_shares[index]:.2f} %" for view_shares in shares]
         bar = text_bar(shares[0][index], largest_share)
         rows.append([range_texts[index], *masses, *weights, *percentages, bar])
-
-    # descriptions above the table, sums below it
-    descriptions = ["".join(f"{label:10} {text}\n" for label, text in view.header()) for view in views]
-    sums = ""
-    for view in views:
-        p_sum, effective_sum = view.columns["p"].sum(), view.columns["effective"].sum()
-        sums += f"sum of p = {p_sum:.15g}, sum of p*w = {effective_sum:.6g}\n"
-    return "\n".join(descriptions) + f"\n{align_columns(rows)}{sums}"
+    return rows
 
 
 def _describe_ranges(t: Array, ranges: list[slice]) -> list[str]:
-    """Return the first and the last time of each range as aligned text, such as `` 50 -  99``, or one time if equal.
+    """Return a text per range with its first and last time, aligned, such as `` 50 -  99``; one time if both are equal.
 
     Args:
         t: the times, (T,).
@@ -526,5 +550,5 @@ def _effective_shares(view: View, ranges: list[slice]) -> list[float]:
     them is NaN.
     """
     effective = view.columns["effective"]
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):  # weights may be infinite, which `find_faults` reports
         return [float(effective[timesteps].sum() / effective.sum()) for timesteps in ranges]

@@ -35,10 +35,10 @@ _PROCESS_ARGUMENTS = ("process", "schedule", "timesteps")  # a preset determines
 
 
 def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, Any]) -> list[View]:
-    """Return the view of a preset or strategy, and the view of the one in ``--compare``.
+    """Return the view of the preset or strategy in the arguments, and the view of the one in ``--compare``, if any.
 
-    The caller ensures that at least one of them is a preset. A strategy is shown on the process whose time is the time
-    of the preset.
+    The caller ensures that at least one of them is a preset. A strategy is shown in its initial state, on the process
+    whose time is the time of the preset.
 
     Args:
         context: properties of a sample, such as its tokens.
@@ -53,17 +53,7 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
     presets = []  # of each view, None for a strategy
     for view_arguments in arguments_of_views:
         presets.append(_build_preset(view_arguments) if is_preset(view_arguments.strategy) else None)
-
-    # the process of the presets' time
-    units = {preset.name: _time_unit(_ROWS[preset.name]) for preset in presets if preset is not None}
-    if len(set(units.values())) > 1:
-        times = " and ".join(f"{name} in {PROCESS_BY_TIME_UNIT[unit]['name']} time" for name, unit in units.items())
-        raise ConfigError(f"--compare: got {times}; allowed: presets in the same time")
-    preset_name, unit = next(iter(units.items()))  # a second preset has an equal unit
-    for option in (*_PROCESS_ARGUMENTS, "progress"):
-        value = getattr(arguments, option)
-        demand(value is None, option, value, f"none, since {preset_name} determines it")
-    process = LibraryComponent.select(PROCESSES, PROCESS_BY_TIME_UNIT[unit])
+    process = _select_process([preset.name for preset in presets if preset is not None], arguments)
     process_arguments = {"process": process.name, "schedule": process.get("schedule")}
 
     views = []
@@ -76,13 +66,30 @@ def build_views_with_presets(arguments: argparse.Namespace, context: dict[str, A
     return views
 
 
+def _select_process(preset_names: list[str], arguments: argparse.Namespace) -> LibraryComponent:
+    """Return the process whose time is the time of one or two presets.
+
+    Raises:
+        ConfigError: two presets have different times, or ``--progress`` or an option of the process is set.
+    """
+    units = {name: _time_unit(_ROWS[name]) for name in preset_names}
+    if len(set(units.values())) > 1:
+        times = " and ".join(f"{name} in {PROCESS_BY_TIME_UNIT[unit]['name']} time" for name, unit in units.items())
+        raise ConfigError(f"--compare: got {times}; allowed: presets in the same time")
+    preset_name, unit = next(iter(units.items()))  # a second preset has an equal unit
+    for option in (*_PROCESS_ARGUMENTS, "progress"):
+        value = getattr(arguments, option)
+        demand(value is None, option, value, f"none, since {preset_name} determines it")
+    return LibraryComponent.select(PROCESSES, PROCESS_BY_TIME_UNIT[unit])
+
+
 def _time_unit(row: Row) -> str:
-    """Return the unit of a preset's times, a key of `PROCESS_BY_TIME_UNIT`, from its row in the table of presets."""
+    """Return the unit of a preset's times, ``t``, ``sigma`` or ``step``, from its row in the table of presets."""
     return CONVENTIONS[row.convention].time
 
 
 def _build_preset(arguments: argparse.Namespace) -> Any:
-    """Return the preset that the arguments name, with the options of the trainer in ``--set``.
+    """Return the preset in `arguments.strategy`, built with the options of the trainer in `arguments.set`.
 
     Arguments from `compared_arguments` have the options of ``--compare-set`` in `set`.
 
@@ -117,8 +124,8 @@ def build_preset_view(preset: Any, process: LibraryComponent, context: dict[str,
 
     # density
     schedule, unit = built_process.schedule, _time_unit(row)
-    unit_edges = np.arange(schedule.timesteps + 1) / schedule.timesteps  # edges of T equal cells of [0, 1], (T + 1,)
-    edges = built_process.times(unit_edges) if unit == "sigma" else unit_edges  # edges in the preset's unit
+    fractions = np.arange(schedule.timesteps + 1) / schedule.timesteps  # edges of T equal cells of [0, 1], (T + 1,)
+    edges = built_process.times(fractions) if unit == "sigma" else fractions  # edges in the preset's unit
     cumulative = preset.cdf(edges, **properties)  # (T + 1,)
     # 0 and 1 in place of the outer values: the outer cells include the draws beyond them
     p = np.diff(np.concatenate([[0.0], cumulative[1:-1], [1.0]]))  # (T,)
@@ -141,9 +148,9 @@ def build_preset_view(preset: Any, process: LibraryComponent, context: dict[str,
 
 
 def _describe_preset(preset: Any, row: Row) -> tuple[tuple[str, str], ...]:
-    """Return the lines that describe a preset: options, formula, time, components of kairos and source.
+    """Return the lines that describe a preset, each a label and a text.
 
-    Each line is a label and a text.
+    The labels are ``options``, ``formula``, ``time``, ``sampler`` and ``weighting`` of kairos, and ``source``.
     """
     lines = {
         "options": describe_options(preset.options) or "none",
