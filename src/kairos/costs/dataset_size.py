@@ -152,7 +152,7 @@ def _find_x0_shape(
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of manifest.json in a stage's folder; empty if the stage has not run and the file is missing."""
+    """Return the content of manifest.json in a stage's folder; empty if the stage has not run: no such file."""
     path = folder / "manifest.json"
     return read_json(path) if path.is_file() else {}
 

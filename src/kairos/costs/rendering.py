@@ -16,10 +16,10 @@ _ROW_NAMES = {"dataset": "prepared images"}  # names of kinds of files; default:
 def estimate_values(estimate: CostEstimate) -> dict[str, Any]:
     """Return the main numbers of an estimate for scripts, as `kairos plan --format json` prints them.
 
-    The keys are ``parameters`` (also those that are not trained), ``flops_per_step`` (without further passes of
-    samplers), ``jobs`` by stage, ``memory_bytes`` of a training run on a GPU, ``storage_bytes`` by kind of file (None:
-    not known), ``gpu_hours`` and ``cpu_hours``. Hours are for training and sampling, by method; those of the other kind
-    of device are None. Both are None without a rate.
+    ``parameters`` includes parameters that are not trained. ``flops_per_step`` does not include further passes of
+    samplers. ``jobs`` are by stage. ``memory_bytes`` is for a training run on a GPU. ``storage_bytes`` is by kind of
+    file, with None for unknown kinds. ``gpu_hours`` or ``cpu_hours`` is for training and sampling, by method; the key
+    of the other device is None. Both are None without a rate.
     """
     return {
         "parameters": estimate.network.parameters + estimate.network.fixed_parameters,
