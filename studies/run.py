@@ -30,22 +30,34 @@ ROUNDS = {  # seeds, and factors of the learning rate
 
 
 def write_experiments(which: str, settings: list[str], methods: list[str] | None) -> list[Path]:
-    """Write a round's experiment files, which differ from the setting only in methods, seeds and learning rate."""
+    """Write an experiment file per setting and learning rate of a round, and return the files.
+
+    A file differs from its setting only in name, methods, seeds, learning rate and disabled tracking. An existing file
+    is overwritten.
+
+    Args:
+        which: name of the round.
+        settings: names of the settings.
+        methods: names of the methods; None: all methods of the first round.
+
+    Raises:
+        SystemExit: a method is not in methods.yaml.
+    """
     methods_by_name = yaml.safe_load((HERE / "methods.yaml").read_text(encoding="utf-8"))
-    if missing := sorted({*(methods or ())} - {*methods_by_name}):
+    missing = sorted({*(methods or ())} - {*methods_by_name})
+    if missing:
         raise SystemExit(f"--methods: got {', '.join(missing)}, allowed: {', '.join(methods_by_name)}")
-    selected = {
-        name: methods_by_name[name] for name in methods or [name for name in methods_by_name if name not in LATER]
-    }
+    names = methods or [name for name in methods_by_name if name not in LATER]
+    selected = {name: methods_by_name[name] for name in names}
     seeds, factors = ROUNDS[which]
     paths = []
     for setting in settings:
         for factor in factors:
             plain = yaml.safe_load((HERE / "settings" / f"{setting}.yaml").read_text(encoding="utf-8"))
-            name = f"study_{which}_{setting}" + ("" if factor == 1 else f"_lr{factor:g}")
+            experiment = f"study_{which}_{setting}" + ("" if factor == 1 else f"_lr{factor:g}")
             plain["training"]["optimizer"]["lr"] *= factor
-            plain |= {"experiment": name, "seeds": [*seeds], "methods": selected, "tracking": {"enabled": False}}
-            path = Path("results") / name / "experiment.yaml"
+            plain |= {"experiment": experiment, "seeds": [*seeds], "methods": selected, "tracking": {"enabled": False}}
+            path = Path("results") / experiment / "experiment.yaml"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
             paths.append(path)
@@ -53,7 +65,7 @@ def write_experiments(which: str, settings: list[str], methods: list[str] | None
 
 
 def main() -> int:
-    """Run a round, one experiment after the other."""
+    """Run a round, one experiment after the other; return 0, or the status of the first that fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("round", choices=ROUNDS)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
