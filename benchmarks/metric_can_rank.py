@@ -78,7 +78,7 @@ def reference_rows(file: Path, results: Path) -> tuple[str, bool]:
 
 
 def loss_differences(file: Path, results: Path, first: int, last: int, seeds: int) -> list[tuple[float, float]]:
-    """Train with uniform timesteps; return the validation losses after `first` and after `last` steps, for each seed."""
+    """Train with uniform timesteps; return the validation losses after `first` and after `last` steps, by seed."""
     latents = open_latents(results / "latents")
     losses = []
     settings = LossSettings(images=256, strata=32, seed=0)
@@ -92,7 +92,7 @@ def loss_differences(file: Path, results: Path, first: int, last: int, seeds: in
 
 
 def measure(table: Any, work: Path, steps: int, seeds: int) -> None:
-    """Measure a number of images: print reference rows of both extractors, validation losses, and metrics that separate.
+    """Measure the images of a table: print the reference rows of both extractors, the validation losses, and a verdict.
 
     Args:
         table: images and labels of CIFAR-10.
