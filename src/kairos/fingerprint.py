@@ -185,10 +185,11 @@ def _resolve(target: str) -> str | None:
     name, *attributes = names
     if name in summary.code:
         return f"{module}:{name}"
-    sources = summary.imports.get(name, [])
-    if len(sources) == 1:
-        return _resolve(".".join([*sources, *attributes]))
-    # other modules bind such names by statements, which the whole module includes; this one imports them lazily
+    imported_names = summary.imports.get(name, [])
+    if len(imported_names) == 1:
+        return _resolve(".".join([imported_names[0], *attributes]))
+    # a name that is neither defined nor imported once: other modules bind it by a statement, which the whole module
+    # includes; package `kairos_timesteps` imports its public names lazily, from its imports under TYPE_CHECKING
     if module == _LIBRARY:
         raise ImportError(f"{target}: {module} does not define {name!r}; import the name there under TYPE_CHECKING")
     return module

@@ -34,12 +34,12 @@ def build_experiment_tags(results: Results, outcome: str, parent_id: str, experi
     """
     layout = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8"))
     comparison = json.loads(layout.substitute(metric=results.metric))
-    report = f"[report](#/experiments/{experiment_id}/runs/{parent_id}/artifacts/report.html?{_RUNS_WORKSPACE})"
-    charts = f"[charts]({comparison_path(experiment_id)}&compareRunsMode=CHART)"
+    report_link = f"[report](#/experiments/{experiment_id}/runs/{parent_id}/artifacts/report.html?{_RUNS_WORKSPACE})"
+    charts_link = f"[charts]({comparison_path(experiment_id)}&compareRunsMode=CHART)"
     note = (
-        f"{outcome}\n\nThe {report} and its figures are artifacts of the run "
+        f"{outcome}\n\nThe {report_link} and its figures are artifacts of the run "
         f"`{results.experiment.experiment}`; grids of samples are artifacts of each training run. The comparison is "
-        f"also shown as {charts}."
+        f"also shown as {charts_link}."
     )
     return {
         TAG: json.dumps(comparison, separators=(",", ":")),
