@@ -8,6 +8,7 @@ of the table is the peak memory for 50,000 images over the peak memory for 10,00
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train",
 
 
 def experiment(size: int, metrics: list[str]) -> dict:
-    """Return an experiment on `size` images, all of them in the reference, with `size` samples."""
+    """Return an experiment on `size` images, all of them in the reference, with `size` samples, as plain values."""
     return {
         "experiment": "size",
         "dataset": {"source": "parquet", "path": "images.parquet", "heldout": 0},
@@ -46,17 +47,17 @@ def experiment(size: int, metrics: list[str]) -> dict:
 def run(folder: Path, size: int) -> dict[str, dict]:
     """Run every stage of the experiment in a folder; return the record of time and memory by stage."""
     shared = ["--config", folder / "x.yaml", "--dataset", "dataset"]
-    parts = {name: [f"--{name}", name] for name in ("autoencoder", "latents", "extractor")}
+    options = {name: [f"--{name}", name] for name in ("autoencoder", "latents", "extractor")}
     milestone = ["--milestone", "u/seed0/milestones/0000050"]
     calls = {
         "prepare": ["--config", folder / "x.yaml", "--out", "dataset"],
         "autoencoder": [*shared, "--out", "autoencoder"],
-        "encode": [*shared, *parts["autoencoder"], "--out", "latents"],
+        "encode": [*shared, *options["autoencoder"], "--out", "latents"],
         "extractor": [*shared, "--out", "extractor"],
-        "reference": [*shared, *parts["autoencoder"], *parts["latents"], *parts["extractor"], "--out", "reference"],
-        "train": [*shared[:2], "--method", "uniform", "--seed", "0", *parts["latents"], "--out", "u/seed0"],
-        "sample": [*milestone, "--num", str(size), *parts["autoencoder"], "--out", "samples.npz"],
-        "evaluate": ["--samples", "samples.npz", "--reference", "reference", *parts["extractor"], "--out", "x.json"],
+        "reference": [*shared, *itertools.chain(*options.values()), "--out", "reference"],
+        "train": [*shared[:2], "--method", "uniform", "--seed", "0", *options["latents"], "--out", "u/seed0"],
+        "sample": [*milestone, "--num", str(size), *options["autoencoder"], "--out", "samples.npz"],
+        "evaluate": ["--samples", "samples.npz", "--reference", "reference", *options["extractor"], "--out", "x.json"],
     }  # fmt: skip
     records = {}
     for stage, arguments in calls.items():

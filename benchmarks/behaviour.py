@@ -31,7 +31,10 @@ CONTEXT = {"tokens": 300, "group": 0, "progress": 0.3}
 
 
 def digest(value) -> str:
-    """Return the first 16 digits of a SHA-256 of arrays, tensors and plain values, nested or not."""
+    """Return the first 16 hex digits of a SHA-256 of arrays, tensors and plain values, nested or not.
+
+    Types, shapes and values of arrays count; the order of a dictionary's keys does not.
+    """
     hashed = hashlib.sha256()
 
     def add(item):
@@ -40,8 +43,8 @@ def digest(value) -> str:
                 hashed.update(str(key).encode())
                 add(item[key])
         elif isinstance(item, (list, tuple)):
-            for each in item:
-                add(each)
+            for element in item:
+                add(element)
         elif isinstance(item, torch.Tensor):
             add(item.detach().cpu().numpy())
         elif isinstance(item, np.ndarray):
@@ -54,12 +57,19 @@ def digest(value) -> str:
 
 
 def strategies() -> dict[str, list[str]]:
-    """Return the names of samplers, weightings and couplings."""
+    """Return the names of samplers, weightings and couplings by kind: ``sampler``, ``weighting``, ``coupling``."""
     return {kind: library.names(kind) for kind in ("sampler", "weighting", "coupling")}
 
 
 def trained(name: str, process: str, **options) -> list:
-    """Train a small network for three steps with a strategy; return draws, losses and state of each step."""
+    """Train a small network for three steps with a strategy; return a list of everything that the strategy computes.
+
+    The list has times, fractions, weights, noise and loss of each step. The strategy's table, its state and, unless the
+    sampler is adaptive, a sample of five follow.
+
+    Raises:
+        ConfigError: the process rejects the strategy.
+    """
     strategy = library.Strategy(name, process, seed=3, **options)
     torch.manual_seed(0)
     network = torch.nn.Conv2d(2, 2, 3, padding=1)
@@ -68,8 +78,8 @@ def trained(name: str, process: str, **options) -> list:
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         x0, noise = torch.randn(2, 8, 2, 4, 4, generator=generator)
-        asked = {key: torch.zeros(8, dtype=torch.int64) if key == "group" else value for key, value in CONTEXT.items()}
-        draw = strategy.draw(x0, **asked)
+        context = {**CONTEXT, "group": torch.zeros(8, dtype=torch.int64)}  # the group of each image
+        draw = strategy.draw(x0, **context)
         eps = strategy.couple(draw, noise)
         x_t = strategy.process.noised(x0, eps, draw.t)
         output = strategy.process.predict(lambda x, t: network(x), x_t, draw.t)
@@ -86,11 +96,11 @@ def trained(name: str, process: str, **options) -> list:
 
 
 def of_library() -> dict[str, str]:
-    """Return hashes of the outputs of strategies and presets."""
-    hashes, names = {}, strategies()
-    cases = [(f"{name}+none", {}) for name in names["sampler"]] + [
-        (f"uniform+{name}", {}) for name in names["weighting"]
-    ]
+    """Return the hash of the outputs of each strategy and preset, by name; a rejected strategy has the error's name."""
+    hashes = {}
+    names = strategies()
+    cases: list[tuple[str, dict]] = [(f"{name}+none", {}) for name in names["sampler"]]
+    cases += [(f"uniform+{name}", {}) for name in names["weighting"]]
     for name in ("log_normal", "beta", "mixture", "table", "speed", "clts"):
         for points in ("stratified", "systematic", "sobol"):
             cases.append((f"{name}+min_snr", {"sampler": {"points": points, "floor": 0.1, "importance": True}}))
@@ -112,7 +122,10 @@ def of_library() -> dict[str, str]:
 
 
 def of_results(results: Path) -> dict[str, str]:
-    """Return component hashes, sample arrays and distances of a finished experiment."""
+    """Return hashes of a finished experiment: components of training runs, array files, samples, and metrics.
+
+    Keys are paths relative to the folder of results; the name of a component follows the path of its training run.
+    """
     from kairos.cli.verify import run
 
     hashes = {}
@@ -134,7 +147,7 @@ def of_results(results: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Record the hashes, or compare them with a record."""
+    """Record the hashes, or print the differences from a record; the exit status is then 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)

@@ -40,10 +40,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     rows = [measure(methods, seeds) for methods, seeds in SIZES.items()]
-    first = rows[0]
+    first = rows[0]  # the smallest experiment
     for row in rows[1:]:
-        more = int(row["jobs"]) - int(first["jobs"])
-        row |= {f"{run}, per job": f"{1000 * (float(row[run]) - float(first[run])) / more:.1f}" for run in RUNS}
+        further_jobs = int(row["jobs"]) - int(first["jobs"])
+        for run in RUNS:
+            further_seconds = float(row[run]) - float(first[run])
+            row[f"{run}, per job"] = f"{1000 * further_seconds / further_jobs:.1f}"
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     if arguments.out:
@@ -52,7 +54,10 @@ def main() -> None:
 
 
 def measure(methods: int, seeds: int) -> dict[str, str]:
-    """Return the CPU seconds of every run for an experiment with a number of methods and seeds."""
+    """Return ``jobs`` and the CPU seconds of every run in `RUNS`, as texts, for a number of methods and seeds.
+
+    The runs are in a temporary folder. Before the metadata are written, placeholders replace the results.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("Snakefile", "workflow", "profiles", "src", "library", "envs"):
@@ -79,12 +84,16 @@ def command(options: list[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without the variable that a surrounding controller sets."""
+    """Return the environment variables of this process, without KAIROS_EXPERIMENT of a surrounding controller."""
     return {name: value for name, value in os.environ.items() if name != "KAIROS_EXPERIMENT"}
 
 
 def cpu_seconds(folder: Path, options: list[str]) -> float:
-    """Return user and system time of a call of Snakemake and of its child processes."""
+    """Call Snakemake in a folder with some options; return the CPU seconds of the call and of its child processes.
+
+    Raises:
+        subprocess.CalledProcessError: Snakemake fails.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command(options), cwd=folder, env=environment(), check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

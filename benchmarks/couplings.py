@@ -34,7 +34,7 @@ COUPLINGS = {
 
 
 def timed(device: torch.device, function) -> tuple[float, object]:
-    """Return the milliseconds of a call, including its work on the device, and its result."""
+    """Call a function; return the milliseconds of the call, including its work on the device, and its result."""
     begun = time.perf_counter()
     result = function()
     if device.type == "cuda":
@@ -63,8 +63,8 @@ def main() -> None:
         for name, strategy in strategies.items():
             strategy.step = round_number
             draw = strategy.draw(x0)
-            took, noise = timed(device, lambda: strategy.couple(draw, independent_noise))  # noqa: B023
-            times[name].append(took)
+            milliseconds, noise = timed(device, lambda: strategy.couple(draw, independent_noise))  # noqa: B023
+            times[name].append(milliseconds)
             distance[name] += (x0 - noise).square().mean().item() / (arguments.rounds + 1)
             square[name] += noise.square().mean().item() / (arguments.rounds + 1)
 
@@ -74,9 +74,10 @@ def main() -> None:
             loss.backward()
             optimizer.step()
 
-        times["step"].append(timed(device, step)[0])
-    # the first round includes what happens only once
-    median = {name: statistics.median(milliseconds[1:]) for name, milliseconds in times.items()}
+        milliseconds, _ = timed(device, step)
+        times["step"].append(milliseconds)
+    # the first round is a warm-up
+    median = {name: statistics.median(times_of_rounds[1:]) for name, times_of_rounds in times.items()}
     size = sum(parameter.numel() for parameter in network.parameters())
     how = (
         f"median of {arguments.rounds} turns, batch {arguments.batch} of 3x32x32, step: DiT of {size / 1e6:.1f} M "

@@ -49,7 +49,10 @@ TRUTHS = {"with_first_order": "first order", "with_regression": "regression, los
 
 
 def digits(folder: Path, schedule: str) -> tuple[dict[str, Any], Path]:
-    """Return an experiment on scikit-learn's digits as 4x4x4 latents, and the folder of the latents."""
+    """Return an experiment on scikit-learn's digits as 4x4x4 latents, and the folder of the latents.
+
+    The latents are written below `folder` at the first call. `schedule` is the noise schedule.
+    """
     from training_case import experiment, make_latents
 
     plain = experiment(
@@ -63,7 +66,7 @@ def digits(folder: Path, schedule: str) -> tuple[dict[str, Any], Path]:
 
 
 def configured(path: Path, schedule: str) -> tuple[dict[str, Any], Path]:
-    """Load an experiment file with another noise schedule and uniform sampling; also returns its latents' folder."""
+    """Return the experiment of a file with another noise schedule and method uniform, and its folder of latents."""
     experiment = load(path)
     plain = experiment.plain()
     plain["diffusion"]["process"]["schedule"] = schedule
@@ -72,34 +75,43 @@ def configured(path: Path, schedule: str) -> tuple[dict[str, Any], Path]:
 
 
 def split_half(way: Way, n: int, measurements: Array) -> float:
-    """Return the correlation of the two halves' estimates over groups of n of the given measurements."""
+    """Return the correlation of the estimates of the two halves, over groups of about n measurements each.
+
+    Estimates by bins are centred over the bins. The result is 0 if the estimates of a half are all 0. `measurements`
+    are indices.
+    """
     groups = np.array_split(measurements, max(1, round(len(measurements) / n)))
     estimates = np.array([way.estimate(group) for group in groups])  # (groups, 2, components)
     if way.profile:
         estimates = estimates - estimates.mean(-1, keepdims=True)
-    a, b = estimates[:, 0], estimates[:, 1]
-    scale = np.sqrt((a**2).sum() * (b**2).sum())
-    return float((a * b).sum() / scale) if scale > 0 else 0.0
+    first, second = estimates[:, 0], estimates[:, 1]
+    scale = np.sqrt((first**2).sum() * (second**2).sum())
+    return float((first * second).sum() / scale) if scale > 0 else 0.0
 
 
 def with_error(way: Way, n: int) -> tuple[float, float]:
-    """Return the correlation and its standard error, by a jackknife over blocks of measurements."""
-    every = np.arange(way.count)
+    """Return the result of `split_half` for all measurements and its standard error, by a jackknife over blocks."""
+    measurements = np.arange(way.count)
     blocks = min(BLOCKS, way.count)
-    left_out = [split_half(way, n, every[every % blocks != block]) for block in range(blocks)]
-    return split_half(way, n, every), float(np.std(left_out) * (blocks - 1) ** 0.5)
+    without_block = [split_half(way, n, measurements[measurements % blocks != block]) for block in range(blocks)]
+    return split_half(way, n, measurements), float(np.std(without_block) * (blocks - 1) ** 0.5)
 
 
 def rows_of(moment: Moment, schedule: str, count: int) -> list[dict[str, Any]]:
-    """Return the table rows of all estimators at one step of a training run, for several n."""
-    rows, profiles, comparable = [], {}, {}
+    """Return the table rows of all estimators at one step of a training run, one for each n, see `summaries`.
+
+    The columns `TRUTHS` are empty, except at the largest n of estimators of the target's reduction.
+    """
+    rows = []
+    profiles = {}  # estimate from all measurements, by name
+    comparable = {}  # number of measurements of the estimators of the target's reduction, by name
     for way in ways(moment, count):
         if way.profile and "rms" not in way.name:
             comparable[way.name] = way.count
-        whole = way.estimate(np.arange(way.count)).mean(0)
-        profiles[way.name] = whole
-        # of vectors of two numbers that hang together, a single pair of estimates says no more than a sign
-        for n in sorted({1, 10, way.count} if way.profile else {1, min(10, way.count // 2)}):
+        profiles[way.name] = way.estimate(np.arange(way.count)).mean(0)
+        # the two components of a policy gradient are correlated: a single pair of estimates would give only a sign
+        group_sizes = {1, 10, way.count} if way.profile else {1, min(10, way.count // 2)}
+        for n in sorted(group_sizes):
             if n < way.least:
                 continue
             value, error = with_error(way, n)
@@ -119,9 +131,12 @@ def rows_of(moment: Moment, schedule: str, count: int) -> list[dict[str, Any]]:
 
 
 def summaries(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return means over the steps of each schedule, with the cost of a correlation of 0.5."""
+    """Return the means of rows over the training steps, one for each schedule, estimator and n.
+
+    Standard errors are combined. The last row of an estimator has the cost of a correlation of 0.5, see `cost_of_half`.
+    """
     means = []
-    for key in dict.fromkeys((row["schedule"], row["way"], row["n"]) for row in rows):
+    for key in dict.fromkeys((row["schedule"], row["way"], row["n"]) for row in rows):  # distinct, in order
         group = [row for row in rows if (row["schedule"], row["way"], row["n"]) == key]
         value = float(np.mean([row["correlation"] for row in group]))
         error = float(np.sqrt(np.sum([row["standard_error"] ** 2 for row in group])) / len(group))
@@ -134,8 +149,9 @@ def summaries(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )  # fmt: skip
     for row in means:
-        same = [r for r in means if (r["schedule"], r["way"]) == (row["schedule"], row["way"])]
-        row["forwards_for_half"] = cost_of_half(same) if row is same[-1] else ""
+        rows_of_way = [other for other in means if (other["schedule"], other["way"]) == (row["schedule"], row["way"])]
+        is_last = row is rows_of_way[-1]
+        row["forwards_for_half"] = cost_of_half(rows_of_way) if is_last else ""
     return means
 
 
@@ -147,18 +163,20 @@ def cost_of_half(rows: list[dict[str, Any]]) -> str:
     """
     if not rows[0]["forwards_per_measurement"]:
         return "0"
+    # the most informative row: a correlation near 0.5 with a small error
     best = min(rows, key=lambda row: abs(row["correlation"] - 0.5) + row["standard_error"])
     r, error = best["correlation"], best["standard_error"]
-    known = r > 2 * error
-    r = r if known else max(r, 0.0) + 2 * error
+    is_significant = r > 2 * error
+    if not is_significant:  # an upper bound of the correlation gives a lower bound of the cost
+        r = max(r, 0.0) + 2 * error
     if r >= 1:
         return "unknown"
     forwards = best["n"] * best["forwards_per_measurement"] * (1 - r) / (2 * r)
-    return f"{'' if known else '>'}{forwards:.3g}"
+    return f"{'' if is_significant else '>'}{forwards:.3g}"
 
 
 def write(path: Path, how: str, rows: list[dict[str, Any]]) -> None:
-    """Write rows as CSV, with a first line that contains the command and the setting."""
+    """Write rows as CSV, floats with four decimals; `how`, the command and the setting, is the comment in line 1."""
     rounded = []
     for row in rows:
         rounded.append({key: f"{value:.4f}" if isinstance(value, float) else value for key, value in row.items()})

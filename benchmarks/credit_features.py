@@ -22,45 +22,49 @@ FEATURES = {  # name: timesteps (None: all), images, which of the independent dr
 
 
 def feature_vectors(moment: Moment, count: int) -> dict[str, tuple[Array, Array]]:
-    """Measure every feature vector in `FEATURES`: its timesteps (n,) and the c_t-weighted loss changes, (count, n).
+    """Measure every feature vector in `FEATURES` around `count` optimiser steps, each of which is undone.
 
-    All vectors are measured around the same optimiser steps, on batches with uniform timesteps. Images and noise differ
+    Returns its timesteps (n,) and how far each step lowers the c_t-weighted losses at them, (count, n), by name. All
+    vectors are measured around the same optimiser steps, on batches with uniform timesteps. Images and noise differ
     between vectors.
     """
-    timesteps, size = moment.schedule.timesteps, moment.size
+    total = moment.schedule.timesteps
+    batch_size = moment.size
     coefficients = torch.from_numpy(moment.schedule.vlb)
-    sets = {}
-    for name, (wanted, images, draw) in FEATURES.items():
-        number = min(wanted or timesteps, timesteps)
-        sets[name] = (((np.arange(number) + 0.5) * timesteps / number).astype(np.int64), images, draw)
-    vectors: dict[str, list[Array]] = {name: [] for name in sets}
+    timesteps_of_vectors = {}  # equidistant
+    for name, (wanted_count, _, _) in FEATURES.items():
+        t_count = min(wanted_count or total, total)
+        timesteps_of_vectors[name] = ((np.arange(t_count) + 0.5) * total / t_count).astype(np.int64)
 
-    def look(observation: Observation) -> dict[str, Tensor]:
-        looks = {}
-        for name, (t, images, draw) in sets.items():
-            one = torch.full((len(t),), (observation.step * 7 + draw * 13) % size)
-            index = one if images == "one" else torch.arange(len(t)) * size // len(t)
-            fractions = torch.from_numpy((t + 0.5) / timesteps)
-            looks[name] = observation.meter.errors(index, fractions, name) * coefficients[t]
-        return looks
+    def measure_losses(observation: Observation) -> dict[str, Tensor]:
+        losses = {}
+        for name, (_, images, draw) in FEATURES.items():
+            t = timesteps_of_vectors[name]
+            if images == "one":  # another image of the batch for each step and draw
+                indices = torch.full((len(t),), (observation.step * 7 + draw * 13) % batch_size)
+            else:  # spread over the batch
+                indices = torch.arange(len(t)) * batch_size // len(t)
+            fractions = torch.from_numpy((t + 0.5) / total)
+            losses[name] = observation.meter.errors(indices, fractions, name) * coefficients[t]
+        return losses
 
+    changes: dict[str, list[Array]] = {name: [] for name in FEATURES}
     for step in range(count):
         observation = moment.observation(*moment.batch(step), step)
-        before = look(observation)
+        before = measure_losses(observation)
         moment.backward(moment.losses(step, moment.draws(step)))
         moment.optimizer.step()
-        after = look(observation)
+        after = measure_losses(observation)
         moment.restore()
-        for name in sets:
-            vectors[name].append((before[name] - after[name]).numpy())
-    return {name: (sets[name][0], np.array(rows)) for name, rows in vectors.items()}
+        for name in FEATURES:
+            changes[name].append((before[name] - after[name]).numpy())
+    return {name: (timesteps_of_vectors[name], np.array(rows)) for name, rows in changes.items()}
 
 
 def agreement(vectors: dict[str, tuple[Array, Array]], queue: int, selected: int, share: float) -> list[dict[str, Any]]:
-    """Compare the feature vectors, one row each.
+    """Return a row of the table for each feature vector, and a row "S at random" for random timesteps.
 
-    Delta is the mean of a feature vector; S is the set of selected timesteps. Row "S at random" selects S at random.
-    Columns:
+    Delta is the mean of a feature vector; S is the set of selected timesteps. Columns:
 
     - forwards: forward passes of a batch per measurement.
     - delta_with_one_image: correlation over steps of Delta with Delta of all T on one image.
@@ -75,40 +79,44 @@ def agreement(vectors: dict[str, tuple[Array, Array]], queue: int, selected: int
         selected: number of timesteps in S.
         share: forward passes of a batch that one sample costs.
     """
-    names = list(vectors)
+    one_image, another_image, whole_batch = list(vectors)[:3]  # the vectors of all T
     delta = {name: rows.mean(1) for name, (_, rows) in vectors.items()}
-    timesteps, other = vectors[names[1]]
-    count = len(other)
-    parts = [np.arange(k, k + queue) for k in range(0, count - queue + 1, queue)]
+    all_timesteps, changes_of_another_image = vectors[another_image]
+    count = len(changes_of_another_image)
+    queues = [np.arange(start, start + queue) for start in range(0, count - queue + 1, queue)]  # steps
     random = np.random.default_rng(0)
 
-    def pick(name: str, part: Array) -> Array:
+    def select(name: str, steps: Array) -> Array:
         t, rows = vectors[name]
-        return t[select_timesteps(torch.from_numpy(rows[part]), selected).numpy()]
+        return t[select_timesteps(torch.from_numpy(rows[steps]), selected).numpy()]
 
-    def predicts(selected_timesteps: Array, part: Array) -> float:
-        rest = np.setdiff1d(np.arange(count), part)
-        return correlation(
-            other[rest][:, np.searchsorted(timesteps, selected_timesteps)].mean(1), delta[names[2]][rest]
-        )
+    def score_prediction(selected_timesteps: Array, steps: Array) -> float:
+        other_steps = np.setdiff1d(np.arange(count), steps)
+        columns = np.searchsorted(all_timesteps, selected_timesteps)
+        mean_changes = changes_of_another_image[other_steps][:, columns].mean(1)
+        return correlation(mean_changes, delta[whole_batch][other_steps])
 
     rows = []
-    anything = [np.sort(random.choice(timesteps, selected, replace=False)) for _ in range(20 * len(parts))]
-    for name in [*names, "S at random"]:
-        known = name in vectors
-        selected_timesteps = [pick(name, part) for part in parts] if known else anything
-        full = [pick(names[0], part) for part in parts] * (1 if known else 20)
-        scores = [predicts(s, part) for s, part in zip(selected_timesteps, parts * (1 if known else 20), strict=True)]
+    repetitions = 20  # of the random selection, for each queue
+    random_sets = [
+        np.sort(random.choice(all_timesteps, selected, replace=False)) for _ in range(repetitions * len(queues))
+    ]
+    for name in [*vectors, "S at random"]:
+        is_vector = name in vectors
+        sets = [select(name, steps) for steps in queues] if is_vector else random_sets
+        full_sets = [select(one_image, steps) for steps in queues]
+        queues_of_sets = queues
+        if not is_vector:  # several random sets for each queue
+            full_sets, queues_of_sets = full_sets * repetitions, queues * repetitions
+        distances = [np.abs(one - full).mean() for one, full in zip(sets, full_sets, strict=True)]
+        scores = [score_prediction(one, steps) for one, steps in zip(sets, queues_of_sets, strict=True)]
         rows.append(
             {
                 "features": name,
-                "forwards": 2 * len(vectors[name][0]) * share if known else "",
-                "delta_with_one_image": correlation(delta[name], delta[names[0]]) if known else "",
-                "delta_with_batch": correlation(delta[name], delta[names[2]]) if known else "",
-                "distance_of_S": float(
-                    np.mean([np.abs(s - f).mean() for s, f in zip(selected_timesteps, full, strict=True)])
-                )
-                / len(timesteps),
+                "forwards": 2 * len(vectors[name][0]) * share if is_vector else "",
+                "delta_with_one_image": correlation(delta[name], delta[one_image]) if is_vector else "",
+                "delta_with_batch": correlation(delta[name], delta[whole_batch]) if is_vector else "",
+                "distance_of_S": float(np.mean(distances)) / len(all_timesteps),
                 "S_predicts": float(np.mean(scores)),
             }
         )

@@ -5,6 +5,7 @@ repetitions of one experiment. Each measurement gives two estimates of one vecto
 """
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,15 @@ class Way:
 
 
 class Moment:
-    """A training run at a fixed step: every measured optimiser step starts from its weights and is undone."""
+    """A training run at a fixed step: every measured optimiser step starts from its weights and is undone.
+
+    Attributes:
+        size: number of images in a batch.
+        first: number of the first step of measurements, which decides batches and random numbers.
+        saved: states of network and optimiser at the beginning.
+        fixed: images, conditions, fractions and noise of the fixed set.
+        before: targets at the beginning, see `target`.
+    """
 
     def __init__(self, training: TrainingState):
         self.training, self.process = training, training.process
@@ -72,7 +81,7 @@ class Moment:
         self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
 
     def batch(self, number: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the images and conditions of a measurement."""
+        """Return the images and conditions of measurement `number`; negative numbers are used for the fixed set."""
         step = self.first + number
         (batch,) = self.training.batches.steps(step, step + 1)
         return batch.x0, batch.conditions
@@ -80,21 +89,23 @@ class Moment:
     def _predict(
         self, x0: Tensor, conditions: dict[str, Tensor], fractions: Tensor, noise: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return times, noisy images, the network's output and per-sample losses, all with batch dimension."""
         t = self.process.times(fractions).to(x0.device)
         x_t = self.process.noised(x0, noise, t)
         output = self.process.predict(self.network, x_t, t, conditions)
         return t, x_t, output, per_sample((output - self.process.target(x0, noise, t)) ** 2)
 
     def draws(self, number: int) -> Tensor:
-        """Draw uniform fractions of the process for a batch, float64 (batch,)."""
+        """Draw uniform fractions of the process for the batch of measurement `number`, float64 (batch,)."""
         return Stream(self.first, "timesteps").uniform(number, range(self.size))
 
     def losses(self, number: int, fractions: Tensor) -> Tensor:
-        """Return per-sample losses of a training step on a new batch at given fractions, (batch,), with gradients."""
+        """Return per-sample losses on the batch of measurement `number` at some fractions, (batch,), with gradients."""
         x0, conditions = self.batch(number)
         noise = Stream(self.first, "noise").normal(number, range(self.size), tuple(x0.shape[1:]), x0.device)
         self.network.train()
-        return self._predict(x0, conditions, fractions, noise)[3]
+        _, _, _, losses = self._predict(x0, conditions, fractions, noise)
+        return losses
 
     def backward(self, losses: Tensor) -> None:
         """Compute the gradients of the mean loss, clipped as in training."""
@@ -103,28 +114,37 @@ class Moment:
         nn.utils.clip_grad_norm_(self.training.parameters, self.training.grad_clip)
 
     def _fixed(self) -> tuple[Any, ...]:
-        parts = [self.batch(-1 - k) for k in range(-(-TARGET // self.size))]
-        x0 = torch.cat([part[0] for part in parts])[:TARGET]
-        conditions = {name: torch.cat([part[1][name] for part in parts])[:TARGET] for name in parts[0][1]}
+        """Return images, conditions, equidistant fractions in random order, and noise of `TARGET` fixed samples."""
+        batch_count = math.ceil(TARGET / self.size)
+        batches = [self.batch(-1 - number) for number in range(batch_count)]
+        x0 = torch.cat([images for images, _ in batches])[:TARGET]
+        _, first_conditions = batches[0]
+        conditions = {}
+        for name in first_conditions:
+            conditions[name] = torch.cat([values[name] for _, values in batches])[:TARGET]
         random = torch.Generator().manual_seed(0)
         fractions = (torch.randperm(TARGET, generator=random) + 0.5).double() / TARGET
         return x0, conditions, fractions, torch.randn(x0.shape, generator=random).to(x0.device)
 
     def target(self) -> Array:
         """Return the unweighted loss and the variational bound on the fixed images, timesteps and noise, (2,)."""
+        _, _, _, noise = self.fixed
         with torch.no_grad(), evaluating(self.network):
-            t, x_t, output, plain = self._predict(*self.fixed)
-            epsilon = per_sample((self.process.epsilon(output, x_t, t) - self.fixed[3]) ** 2).double().cpu()
-        bound = epsilon * torch.from_numpy(self.schedule.vlb)[t.cpu()]
-        return np.array([plain.double().mean().item(), bound.mean().item()])
+            t, x_t, output, losses = self._predict(*self.fixed)
+            epsilon_errors = per_sample((self.process.epsilon(output, x_t, t) - noise) ** 2).double().cpu()
+        bound = epsilon_errors * torch.from_numpy(self.schedule.vlb)[t.cpu()]
+        return np.array([losses.double().mean().item(), bound.mean().item()])
 
     def reduction(self, number: int, fractions: Tensor) -> Array:
-        """Return how far one optimiser step on a new batch at these fractions lowers the two targets, (2,)."""
+        """Return how far an optimiser step lowers the two targets, (2,); the step is then undone.
+
+        The step is on the batch of measurement `number` at some fractions.
+        """
         self.backward(self.losses(number, fractions))
         self.optimizer.step()
-        fallen = self.before - self.target()
+        reduction = self.before - self.target()
         self.restore()
-        return fallen
+        return reduction
 
     def observation(self, x0: Tensor, conditions: dict[str, Tensor], number: int) -> Observation:
         """Return the `Observation` of a batch that a sampler receives before an optimiser step."""
@@ -135,7 +155,7 @@ class Moment:
 
 
 def bins_of(fractions: Tensor) -> Array:
-    """Return the index of the bin of t that each fraction is in."""
+    """Return the index of the bin that contains each fraction, int64; the process is divided into `BINS` equal bins."""
     return np.minimum((fractions.numpy() * BINS).astype(np.int64), BINS - 1)
 
 
@@ -153,11 +173,17 @@ def sums_by_bin(bins: Array, values: Array) -> Array:
     return np.stack([sums, counts])
 
 
+def tables_of_halves(fractions: Tensor, values: Array) -> list[Array]:
+    """Return the sums and numbers of the values in each bin, (2, BINS), for each half of a batch."""
+    bins_of_halves, values_of_halves = halves(bins_of(fractions)), halves(values)
+    return [sums_by_bin(bins, half_values) for bins, half_values in zip(bins_of_halves, values_of_halves)]
+
+
 def ratio(table: Array) -> Array:
-    """Return means (..., BINS) from sums and counts (..., 2, BINS); an empty bin gets the mean of the other values."""
+    """Return means (..., BINS) from sums and counts (..., 2, BINS); an empty bin gets the mean of all values."""
     sums, counts = table[..., 0, :], table[..., 1, :]
-    overall = sums.sum(-1, keepdims=True) / counts.sum(-1, keepdims=True)
-    return np.where(counts > 0, sums / np.maximum(counts, 1.0), overall)
+    overall_mean = sums.sum(-1, keepdims=True) / counts.sum(-1, keepdims=True)
+    return np.where(counts > 0, sums / np.maximum(counts, 1.0), overall_mean)
 
 
 def mean_of(values: Array) -> Callable[[Array], Array]:
@@ -166,19 +192,26 @@ def mean_of(values: Array) -> Callable[[Array], Array]:
 
 
 def published(moment: Moment, name: str, count: int) -> list[Way]:
-    """Measure the rewards of `adaptive` or `adaptive_official`: as policy gradients of a and b, and by bins of t.
+    """Measure the rewards of sampler `name`, ``adaptive`` or ``adaptive_official``, and return four estimators.
 
-    The gradient is also split into two terms. The batch's mean reward credits all timesteps of the batch; the remainder
-    of each sample's reward credits the timestep of the sample.
+    They are the policy gradient of a and b, its two terms, and the mean reward by bins of t. In the first term, the
+    mean reward of the batch credits all timesteps of the batch. In the second, the remainder of each sample's reward
+    credits the timestep of the sample.
 
     The policy keeps its initial value, close to uniform, because its learning rate is 1e-30. The queue is filled before
     the first measurement; S is selected again after every measurement, as in training.
     """
     strategy = Strategy(name, moment.process, sampler={"frequency": 1, "lr": 1e-30}, seed=moment.first)
     sampler: Any = strategy.sampler
-    advantage, rewards = sampler.advantage, []
-    sampler.advantage = lambda change: rewards.append(advantage(change)) or rewards[-1]
-    gradients: dict[str, list[Any]] = {part: [] for part in ("", ", batch's part", ", samples' part")}
+    compute_advantage = sampler.advantage
+    rewards = []
+
+    def record_advantage(change: Any) -> Any:
+        rewards.append(compute_advantage(change))
+        return rewards[-1]
+
+    sampler.advantage = record_advantage
+    gradients: dict[str, list[Any]] = {"": [], ", batch's part": [], ", samples' part": []}  # by suffix of the name
     tables = []
     warm_up = sampler.queue
     for number in range(warm_up + count):
@@ -197,20 +230,20 @@ def published(moment: Moment, name: str, count: int) -> list[Way]:
         coefficient = rewards[-1].float()
         if name == "adaptive_official":
             coefficient = coefficient + sampler.entropy * density.entropy().detach()
-        whole = coefficient.numpy()[:, None]
-        for part, factor in zip(gradients, (whole, whole.mean(0), whole - whole.mean(0)), strict=True):
-            gradients[part].append([half.mean(0) for half in halves(score * factor)])
-        parts = zip(halves(bins_of(draw.fractions)), halves(rewards[-1].double().numpy()))
-        tables.append([sums_by_bin(*part) for part in parts])
+        sample_rewards = coefficient.numpy()[:, None]
+        batch_reward = sample_rewards.mean(0)
+        factors = (sample_rewards, batch_reward, sample_rewards - batch_reward)
+        for suffix, factor in zip(gradients, factors, strict=True):
+            gradients[suffix].append([half.mean(0) for half in halves(score * factor)])
+        tables.append(tables_of_halves(draw.fractions, rewards[-1].double().numpy()))
     table = np.array(tables)  # (count, halves, sums and numbers, BINS)
     cost = (2 * len(sampler.features)) / moment.size + 2 * sampler.selected
-    return [
-        *(
-            Way(f"{name}: policy gradient{part}", cost, count, mean_of(np.array(values, np.float64)), profile=False)
-            for part, values in gradients.items()
-        ),
-        Way(f"{name}: reward by bins", cost, count, lambda selected: ratio(table[selected].sum(0))),
-    ]
+    estimators = []
+    for suffix, values in gradients.items():
+        estimate = mean_of(np.array(values, np.float64))
+        estimators.append(Way(f"{name}: policy gradient{suffix}", cost, count, estimate, profile=False))
+    estimators.append(Way(f"{name}: reward by bins", cost, count, lambda selected: ratio(table[selected].sum(0))))
+    return estimators
 
 
 def second_moment_of_loss(moment: Moment, count: int) -> Way:
@@ -220,23 +253,27 @@ def second_moment_of_loss(moment: Moment, count: int) -> Way:
         fractions = moment.draws(number)
         with torch.no_grad():
             squares = moment.losses(number, fractions).double().cpu().numpy() ** 2
-        tables.append([sums_by_bin(*part) for part in zip(halves(bins_of(fractions)), halves(squares))])
-    table = np.array(tables)
+        tables.append(tables_of_halves(fractions, squares))
+    table = np.array(tables)  # (count, halves, sums and numbers, BINS)
     return Way("loss rms", 0.0, count, lambda selected: np.sqrt(ratio(table[selected].sum(0))))
 
 
 def of_gradients(moment: Moment, name: str, options: dict[str, Any], count: int) -> Way:
-    """Measure `gradient_norm` or `first_order` as the samplers do, on each half of the images of a batch."""
-    half = moment.size // 2
-    settings = {"bins": BINS, "samples": max(2, half // BINS), **options}
-    sampler: Any = SAMPLERS.build(name, settings, moment.schedule)
+    """Measure by bins of t as sampler `name`, ``gradient_norm`` or ``first_order``, does; return the estimator.
+
+    Each half of the images of a batch gives an estimate. `options` are options of the sampler.
+    """
+    half_size = moment.size // 2
+    samples_per_bin = max(2, half_size // BINS)
+    sampler: Any = SAMPLERS.build(name, {"bins": BINS, "samples": samples_per_bin, **options}, moment.schedule)
     values = np.zeros((count, 2, BINS))
     for number in range(count):
         x0, conditions = moment.batch(number)
-        for k, part in enumerate((slice(0, half), slice(half, 2 * half))):
-            half_conditions = {key: value[part] for key, value in conditions.items()}
-            values[number, k] = sampler.measure(moment.observation(x0[part], half_conditions, 2 * number + k))
-    samples = BINS * max(2, half // BINS) * 2
+        for half, images in enumerate((slice(0, half_size), slice(half_size, 2 * half_size))):
+            half_conditions = {key: value[images] for key, value in conditions.items()}
+            observation = moment.observation(x0[images], half_conditions, 2 * number + half)
+            values[number, half] = sampler.measure(observation)
+    samples = BINS * samples_per_bin * 2  # of both halves
     if name == "first_order":
         return Way("first order", 3 * 2 * samples / moment.size, count, mean_of(values))
     label = f"gradient rms, {sampler.norm}"
@@ -244,55 +281,76 @@ def of_gradients(moment: Moment, name: str, options: dict[str, Any], count: int)
 
 
 def regressions(moment: Moment, count: int) -> list[Way]:
-    """Regress the reduction of a target on the batch's histogram of timesteps; steps alternate between halves."""
-    histograms, fallen = np.zeros((count, 2, BINS)), np.zeros((count, 2, 2))
+    """Measure steps, and return the regression of each target's reduction on the batch's histogram of timesteps.
+
+    The steps alternate between the two halves of a measurement.
+    """
+    histograms = np.zeros((count, 2, BINS))
+    reductions = np.zeros((count, 2, 2))  # measurement, half, target
     for number in range(count):
         for half in range(2):
             fractions = moment.draws(2 * number + half)
             histograms[number, half] = np.bincount(bins_of(fractions), minlength=BINS) / moment.size
-            fallen[number, half] = moment.reduction(2 * number + half, fractions)
+            reductions[number, half] = moment.reduction(2 * number + half, fractions)
 
-    def estimate(target: int) -> Callable[[Array], Array]:
-        return lambda selected: np.stack(
-            [ridge(histograms[selected, h], fallen[selected, h, target]) for h in range(2)]
-        )
+    def make_estimate(target: int) -> Callable[[Array], Array]:
+        def estimate(selected: Array) -> Array:
+            return np.stack(
+                [ridge(histograms[selected, half], reductions[selected, half, target]) for half in range(2)]
+            )
+
+        return estimate
 
     cost = 2 * 2 * TARGET / moment.size
     return [
-        Way(f"regression, {aim}", cost, count, estimate(target), least=10) for target, aim in enumerate(("loss", "VLB"))
+        Way(f"regression, {name}", cost, count, make_estimate(target), least=10)
+        for target, name in enumerate(("loss", "VLB"))
     ]
 
 
 def ridge(features: Array, values: Array) -> Array:
-    """Return the coefficients of a ridge regression whose penalty per row is the mean variance of a feature."""
+    """Return the coefficients of a ridge regression with intercept, (features,).
+
+    The penalty is the sum of squares of a centred feature, averaged over features.
+    """
     x, y = features - features.mean(0), values - values.mean()
     squares = x.T @ x
-    return np.linalg.solve(squares + np.trace(squares) / len(squares) * np.eye(len(squares)), x.T @ y)
+    penalty = np.trace(squares) / len(squares)
+    return np.linalg.solve(squares + penalty * np.eye(len(squares)), x.T @ y)
 
 
 def antithetic(moment: Moment, count: int) -> list[Way]:
-    """Estimate from pairs of batches with densities perturbed by ±xi: the difference of the reductions, times xi."""
+    """Measure pairs of steps on batches with opposite densities, and return an estimator for each target.
+
+    The uniform density is perturbed by +xi and by -xi, with random signs xi by bins. An estimate is the difference of
+    the two reductions, times xi.
+    """
     random = np.random.default_rng(moment.first)
-    values = np.zeros((count, 2, 2, BINS))
+    values = np.zeros((count, 2, 2, BINS))  # measurement, half, target, bin
     for number in range(count):
         for half in range(2):
             xi = random.permutation(np.repeat([1.0, -1.0], BINS // 2))
-            fallen = []
-            for k, sign in enumerate((1, -1)):
+            reductions = []
+            for index, sign in enumerate((1, -1)):
                 density = (1 + sign * PERTURBATION * xi) / BINS
                 bins = random.choice(BINS, moment.size, p=density / density.sum())
                 fractions = torch.from_numpy((bins + random.random(moment.size)) / BINS)
-                fallen.append(moment.reduction(4 * number + 2 * half + k, fractions))
-            values[number, half] = (fallen[0] - fallen[1])[:, None] * xi / (2 * PERTURBATION)
+                reductions.append(moment.reduction(4 * number + 2 * half + index, fractions))
+            difference = reductions[0] - reductions[1]  # by target
+            values[number, half] = difference[:, None] * xi / (2 * PERTURBATION)
     cost = 4 * 2 * TARGET / moment.size
     return [
-        Way(f"antithetic, {aim}", cost, count, mean_of(values[:, :, target]))
-        for target, aim in enumerate(("loss", "VLB"))
+        Way(f"antithetic, {name}", cost, count, mean_of(values[:, :, target]))
+        for target, name in enumerate(("loss", "VLB"))
     ]
 
 
 def ways(moment: Moment, count: int) -> list[Way]:
-    """Measure all estimators: gradients `count` // 3 times, regressions 2 `count` times, the others `count` times."""
+    """Measure and return all estimators.
+
+    Gradients are measured `count` // 3 times, but at least twice, regressions 2 `count` times, the others `count`
+    times.
+    """
     few = max(count // 3, 2)
     return [
         *published(moment, "adaptive", count),

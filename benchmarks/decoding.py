@@ -38,7 +38,10 @@ FIELDS = ["source", "pixels", "resolution", "threads", "images_per_s_one", "imag
 
 
 def write_jpegs(folder: Path, count: int, side: int) -> None:
-    """Write random images of `side` × 4/3 `side` pixels as JPEG files of photographic size."""
+    """Write random images into a new folder, as JPEG files with the size in bytes of photographs.
+
+    An image has `side` pixels in height and 4/3 `side` pixels in width.
+    """
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
     width = side * 4 // 3
@@ -59,9 +62,9 @@ def pack(folder: Path, archive: Path) -> None:
 def measure(config: DatasetConfig, out: Path, threads: int) -> tuple[float, float, str]:
     """Prepare a data set with some threads; return wall seconds, CPU seconds and the hash of the images."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall_start, cpu_start = time.perf_counter(), time.process_time()
     prepare(config, out)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    wall, cpu = time.perf_counter() - wall_start, time.process_time() - cpu_start
     return wall, cpu, sha256_file(out / "images.npy")
 
 
@@ -84,16 +87,16 @@ def main() -> None:
                 pack(images, folder / f"images{side}.zip")
             for source, path in (("folder", images), ("zip", folder / f"images{side}.zip")):
                 config = DatasetConfig(source=source, path=str(path), resolution=resolution)
-                seconds: dict[int, list[tuple[float, float]]] = {1: [], arguments.threads: []}
+                seconds: dict[int, list[tuple[float, float]]] = {1: [], arguments.threads: []}  # wall and CPU
                 hashes = set()
                 for _ in range(arguments.rounds):
-                    for threads, measured in seconds.items():
-                        *times, content = measure(config, folder / "out", threads)
-                        measured.append(tuple(times))
-                        hashes.add(content)
+                    for threads, seconds_of_rounds in seconds.items():
+                        wall, cpu, content_hash = measure(config, folder / "out", threads)
+                        seconds_of_rounds.append((wall, cpu))
+                        hashes.add(content_hash)
                 assert len(hashes) == 1, "the prepared images depend on the number of threads"
-                one, several = (min(wall for wall, _ in measured) for measured in seconds.values())
-                cpu_one, cpu_several = (min(cpu for _, cpu in measured) for measured in seconds.values())
+                one, several = (min(wall for wall, _ in rounds) for rounds in seconds.values())
+                cpu_one, cpu_several = (min(cpu for _, cpu in rounds) for rounds in seconds.values())
                 values = [source, side, resolution, arguments.threads, f"{count / one:.0f}", f"{count / several:.0f}"]
                 rows.append([*values, f"{one / several:.2f}", f"{cpu_several / cpu_one:.2f}"])
                 print(dict(zip(FIELDS, rows[-1])), flush=True)

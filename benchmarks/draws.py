@@ -25,20 +25,21 @@ STEPS = 320
 
 
 def microseconds(name: str) -> tuple[list[float], list[float]]:
-    """Return the microseconds of every `draw` and of every `observe`, after 32 warm-up steps."""
+    """Return the microseconds of every `draw` and of every `observe` of a sampler, after 32 warm-up steps."""
     options = {"start": 1} if "start" in SAMPLERS[name].component.options and "loss" in name else {}
     strategy = kairos_timesteps.Strategy(f"{name}+min_snr", "cosine", prediction="v", sampler=options)
-    x0, losses, draws, observed = torch.zeros(256, 3, 32, 32), torch.rand(256), [], []
+    x0, losses = torch.zeros(256, 3, 32, 32), torch.rand(256)
+    draws, observed = [], []
     for _ in range(32 + STEPS):
         begun = time.perf_counter()
         draw = strategy.draw(x0)
         end_of_draw = time.perf_counter()
         strategy.weighted(draw, losses)
-        learning = time.perf_counter()
+        start_of_observe = time.perf_counter()
         with strategy.observe(draw):
             pass
         draws.append(1e6 * (end_of_draw - begun))
-        observed.append(1e6 * (time.perf_counter() - learning))
+        observed.append(1e6 * (time.perf_counter() - start_of_observe))
     return draws[32:], observed[32:]
 
 

@@ -59,7 +59,15 @@ Train = Callable[[Any, PreparedDataset, Path], dict[str, Any]]
 
 
 def load(folder: Path, name: str, train: int, heldout: int) -> PreparedDataset:
-    """Return a data set of randomly selected images in the form that stage prepare gives."""
+    """Return `train` training images and `heldout` held-out images of a data set in the form that stage prepare gives.
+
+    Images are selected at random, equally at each call. Grey images of 28 pixels are padded to 32.
+
+    Args:
+        folder: folder of the data sets.
+        name: name of the data set, a key of `FILES`.
+        train, heldout: numbers of images.
+    """
     table = pq.read_table(folder / FILES[name])
     rows = random_order(Stream(0, "benchmark images"), len(table))[: train + heldout].numpy()
     table = table.take(rows)
@@ -67,9 +75,10 @@ def load(folder: Path, name: str, train: int, heldout: int) -> PreparedDataset:
     images = np.stack([np.asarray(Image.open(io.BytesIO(cell["bytes"]))) for cell in table[column].to_pylist()])
     if images.ndim == 3:
         images = np.pad(images, ((0, 0), (2, 2), (2, 2)))[..., None]
-    labels, split = np.array(table["label"].to_pylist()), np.split(np.arange(len(table)), [train])
+    labels = np.array(table["label"].to_pylist())
+    train_indices, heldout_indices = np.split(np.arange(len(table)), [train])
     manifest = {"classes": [str(label) for label in range(10)], "content_sha256": name}
-    return PreparedDataset(folder, images, *split, {"class": labels}, manifest)
+    return PreparedDataset(folder, images, train_indices, heldout_indices, {"class": labels}, manifest)
 
 
 def damaged(images: np.ndarray) -> dict[str, np.ndarray]:
@@ -81,30 +90,40 @@ def damaged(images: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def measure(extractor: extractors.Extractor, dataset: PreparedDataset, count: int) -> dict[str, float]:
-    """Return the distance of every damage and of `floor` from the training images, for sets of `count` images."""
+    """Return the distance of every damage and of `floor` from the training images, by name.
 
-    def features(images: np.ndarray) -> Tensor:
+    Each distance is of `count` held-out images. The distance of ``modes`` is a mean over ten selections of classes.
+
+    Raises:
+        AssertionError: a selection of classes has too few held-out images.
+    """
+
+    def compute_features(images: np.ndarray) -> Tensor:
         batches = measurements.iterate_rows(images, range(len(images)))
         return torch.cat([extractor.compute_layers(batch)["features"] for batch in batches])
 
-    def summed(values: Tensor) -> metrics.Gaussian:
+    def fit_gaussian(features: Tensor) -> metrics.Gaussian:
         sums = measurements.MomentSums()
-        sums.add(values)
+        sums.add(features)
         return sums.mean_and_covariance
 
-    real = metrics.RealStatistics({"features": summed(features(dataset.images[dataset.train]))})
+    real = metrics.RealStatistics({"features": fit_gaussian(compute_features(dataset.images[dataset.train]))})
 
-    def distance(values: Tensor) -> float:
-        return metrics.frechet_distance(summed(values), real, "features")
+    def compute_distance(features: Tensor) -> float:
+        return metrics.frechet_distance(fit_gaussian(features), real, "features")
 
     heldout = dataset.images[dataset.heldout]
-    whole, labels = features(heldout), dataset.conditions["class"][dataset.heldout]
-    distances = {"floor": distance(whole[:count])}
-    distances |= {name: distance(features(images)) for name, images in damaged(heldout[:count]).items()}
+    heldout_features = compute_features(heldout)
+    labels = dataset.conditions["class"][dataset.heldout]
+    distances = {"floor": compute_distance(heldout_features[:count])}
+    for name, images in damaged(heldout[:count]).items():
+        distances[name] = compute_distance(compute_features(images))
     for modes in MODES:
-        sets = [whole[(labels - first) % 10 < modes][:count] for first in range(10)]
-        assert {len(each) for each in sets} == {count}, f"too few held-out images for {count} of {modes} classes"
-        distances[f"modes {modes}"] = float(np.mean([distance(each) for each in sets]))
+        # images of `modes` consecutive classes, for each first class
+        sets = [heldout_features[(labels - first) % 10 < modes][:count] for first in range(10)]
+        has_enough = all(len(features) == count for features in sets)
+        assert has_enough, f"too few held-out images for {count} of {modes} classes"
+        distances[f"modes {modes}"] = float(np.mean([compute_distance(features) for features in sets]))
     return distances
 
 
@@ -115,13 +134,16 @@ def ordered(distances: dict[str, float], kind: str) -> bool:
 
 
 def parts(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """Train with another pretext task: predict the quarter of the image that a crop is from, and its rotation."""
+    """Train with another pretext task: predict the quarter of the image that a crop is from, and its rotation.
+
+    The network is written into `folder`; returns its manifest.
+    """
 
     def task(indices: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
         classes = Stream(options.seed, "classes").integers(step, 16, range(len(indices)))
         positions = Stream(options.seed, "places").uniform(step, range(len(indices)), (2,))
-        seen = mirrored(classifier.load_pixels(dataset, indices), classes % 4, positions)
-        return classifier.rotate_images(seen, classes // 4), classes
+        crops = mirrored(classifier.load_pixels(dataset, indices), classes % 4, positions)
+        return classifier.rotate_images(crops, classes // 4), classes
 
     return classifier.train_on_task("parts", options, dataset, 16, task, folder)
 
@@ -142,20 +164,23 @@ def mirrored(images: Tensor, quarters: Tensor, positions: Tensor) -> Tensor:
     corners = torch.stack([quarters // 2, quarters % 2], dim=1)  # (n, 2): down, across
     offsets = ((side - last) / 2 * (corners + positions)).long()  # (n, 2): half of the side - last places each
     rows, columns = (offsets[:, :, None] + inside).unbind(1)  # (n, side) each
-    each = torch.arange(len(images))[:, None, None]
-    return images[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    image_indices = torch.arange(len(images))[:, None, None]
+    return images[image_indices, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """Train with another task, half the steps at equal cost: find the two crops of a batch that are from one image."""
-    model = {}
+    """Train with another task: find the two crops of a batch that are from one image.
+
+    The number of steps is half of the option's, at equal cost. The network is written into `folder`; returns its
+    manifest.
+    """
 
     class Pairs(nn.Module):
-        """Similarities of the outputs of the head: the classes are the other crops of the batch."""
+        """Features, and similarities of the outputs of the head: the classes are the other crops of the batch."""
 
         def __init__(self, *arguments: Any):
             super().__init__()
-            self.inner = model["it"] = classifier.Classifier(*arguments)
+            self.inner = classifier.Classifier(*arguments)
 
         def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
             features, projected = self.inner(images)
@@ -181,11 +206,11 @@ def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder
         loss.backward()
         optimizer.step()
         schedule.step()
-    return _write(model["it"], "contrastive", dataset, options, 64, folder)
+    return _write(pairs.inner, "contrastive", dataset, options, 64, folder)
 
 
 def untrained(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """Write a network with its initial weights."""
+    """Write a network with its initial weights into `folder`, and return its manifest."""
     torch.manual_seed(options.seed)
     shape = tuple(dataset.images.shape[1:])
     model = classifier.Classifier(shape, 4, options.channels, options.features)
@@ -193,6 +218,7 @@ def untrained(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: 
 
 
 def _write(model: nn.Module, kind: str, dataset: PreparedDataset, options: Any, classes: int, folder: Path) -> dict:
+    """Write the weights of a network into a folder, and return the manifest with which `classifier.load` opens it."""
     from safetensors.torch import save_file
 
     save_file(model.state_dict(), folder / classifier.WEIGHTS)
@@ -210,7 +236,7 @@ TRAINED: dict[str, Train] = {
 
 
 def trained(name: str, dataset: PreparedDataset, **options: Any) -> tuple[extractors.Extractor, float]:
-    """Return an extractor and the CPU seconds of its training."""
+    """Train an extractor of `TRAINED` with some options; return it and the CPU seconds of its training."""
     settings = (ClassifierOptions if name == "classifier" else SelfsupervisedOptions)(**options)
     with TemporaryDirectory() as folder:
         begun = time.process_time()

@@ -42,7 +42,7 @@ NOISE = 24  # largest change of a pixel of the first folder
 
 
 def iterate_images() -> Iterator[np.ndarray]:
-    """Yield different images, uint8 (32, 32, 3)."""
+    """Yield different images, uint8 (32, 32, 3), of CIFAR-10, or digits if CIFAR-10 is not in the folder $DATA."""
     if (DATA / "cifar10").is_dir():
         import pyarrow.parquet as pq
 
@@ -60,7 +60,7 @@ def iterate_images() -> Iterator[np.ndarray]:
 
 
 def write_folders(folder: Path, count: int) -> None:
-    """Write `count` PNG files into each of the two folders."""
+    """Write `count` PNG files into each of the two folders below `folder`; the images of ``generated`` have noise."""
     random = np.random.default_rng(0)
     images = iterate_images()
     for name in (REAL, GENERATED):
@@ -100,7 +100,10 @@ def write_weights(path: Path, layers: Sequence[str] = ("2048",)) -> Any:
 
 
 def compute_distance(folder: Path, weights: Path) -> float:
-    """Return the distance of the two folders by the functions of stage evaluate."""
+    """Return the distance of the two folders below `folder` by the functions of stage evaluate, on one CPU thread.
+
+    `weights` is the file of Inception-v3's weights.
+    """
     from kairos import compute
     from kairos.evaluation.extractors import build_extractor, open_extractor
     from kairos.evaluation.measurements import iterate_rows, measure
@@ -133,7 +136,7 @@ def run_command(command: Sequence[str | Path], folder: Path) -> tuple[float, str
 
 
 def measure_torch_fidelity(folder: Path, weights: Path) -> tuple[float, float]:
-    """Return CPU seconds and distance of torch-fidelity."""
+    """Return CPU seconds and distance of torch-fidelity, as a process, for the two folders below `folder`."""
     inputs = ["--input1", folder / GENERATED, "--input2", folder / REAL]
     options = ["--cpu", "--fid", "--json", "--silent", "--no-cache", "--feature-extractor-weights-path", weights]
     seconds, output = run_command([sys.executable, "-m", "torch_fidelity.fidelity", *inputs, *options], folder)
@@ -141,7 +144,7 @@ def measure_torch_fidelity(folder: Path, weights: Path) -> tuple[float, float]:
 
 
 def measure_kairos(folder: Path, weights: Path) -> tuple[float, float]:
-    """Return CPU seconds and distance of kairos."""
+    """Return CPU seconds and distance of kairos, as a process, for the two folders below `folder`."""
     seconds, output = run_command([sys.executable, __file__, "--compute", folder, weights], folder)
     return seconds, float(output)
 

@@ -55,10 +55,16 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem with known curvature h and gradient noise s, float64 (T,), and the settings of its training.
+    """A problem with an independent parameter per timestep, and the settings of its training.
 
     Attributes:
+        name: name in the table.
+        about: description in one line.
+        curvature: known curvature h, float64 (T,).
+        noise: known gradient noise s, float64 (T,).
         rate: learning rate of SGD, constant.
+        batch: samples of a step.
+        steps: steps of training.
         start: initial distance of every parameter from its optimum.
     """
 
@@ -84,11 +90,11 @@ class Problem:
 def problems(timesteps: int = 40) -> list[Problem]:
     """Return three problems, in which timesteps differ in different ways; x = t/(T - 1)."""
     x = torch.linspace(0, 1, timesteps, dtype=torch.float64)
-    noise, flat, slow = (2 * 10 ** (-power * x) for power in (1.0, 1.5, 1.2))
+    h_noise, h_flat, h_slow = (2 * 10 ** (-power * x) for power in (1.0, 1.5, 1.2))
     return [
-        Problem("noise", "h = 2/10^x, s = 3 h: the loss is in proportion to the gradient's size", noise, 3 * noise),
-        Problem("flat", "h = 2/10^(1.5 x), s = 3 sqrt(h): the loss is the same at all t", flat, 3 * flat**0.5),
-        Problem("slow", "h = 2/10^(1.2 x), s = 0.5: the same noise, but large t learns slowly", slow, 0.5 + 0 * x),
+        Problem("noise", "h = 2/10^x, s = 3 h: the loss is in proportion to the gradient's size", h_noise, 3 * h_noise),
+        Problem("flat", "h = 2/10^(1.5 x), s = 3 sqrt(h): the loss is the same at all t", h_flat, 3 * h_flat**0.5),
+        Problem("slow", "h = 2/10^(1.2 x), s = 0.5: the same noise, but large t learns slowly", h_slow, 0.5 + 0 * x),
     ]
 
 
@@ -99,23 +105,29 @@ def second_moments(
 
     Args:
         problem: problem that is trained.
-        p: density, (T,), positive.
+        p: density over timesteps, (T,); positive if `corrected`.
         corrected: True if samples have importance weights 1/(T p).
         steps: number of steps; None: the problem's.
         start: E d_t² before the first step, (T,); None: the problem's.
     """
-    b, w = problem.batch, 1 / (problem.timesteps * p) if corrected else torch.ones_like(p)
-    step = problem.rate * w * problem.curvature
-    shrink = 2 * step * p - step**2 * (p * (1 - p) / b + p**2)  # 1 - E (1 - step N/B)²
-    added = (problem.rate * w * problem.noise) ** 2 * p / b
-    decay = (problem.steps if steps is None else steps) * torch.log1p(-shrink)
-    before = problem.start**2 if start is None else start
-    added_error = torch.where(p > 0, -torch.expm1(decay) * added / torch.where(p > 0, shrink, 1.0), 0.0)
-    return torch.exp(decay) * before + added_error
+    batch = problem.batch
+    step_count = problem.steps if steps is None else steps
+    initial = problem.start**2 if start is None else start
+
+    # one step: E d'² = (1 - shrink) E d² + added, see the module
+    weight = 1 / (problem.timesteps * p) if corrected else torch.ones_like(p)
+    relative_step = problem.rate * weight * problem.curvature
+    shrink = 2 * relative_step * p - relative_step**2 * (p * (1 - p) / batch + p**2)  # 1 - E (1 - r h w N/B)²
+    added = (problem.rate * weight * problem.noise) ** 2 * p / batch
+
+    # all steps: the closed form of the recursion; timesteps that are never drawn keep their moment
+    log_decay = step_count * torch.log1p(-shrink)
+    sum_of_added = -torch.expm1(log_decay) * added / torch.where(p > 0, shrink, 1.0)
+    return torch.exp(log_decay) * initial + torch.where(p > 0, sum_of_added, 0.0)
 
 
 def along(problem: Problem, densities: list[Tensor], corrected: bool) -> Tensor:
-    """Return E d_t² of a training run on fixed densities that each apply for `PERIOD` steps, (T,)."""
+    """Return the exact E d_t² after training on fixed densities that each apply for `PERIOD` steps in turn, (T,)."""
     moments = torch.full_like(problem.curvature, problem.start**2)
     for number, p in enumerate(densities):
         moments = second_moments(problem, p, corrected, min(PERIOD, problem.steps - number * PERIOD), moments)
@@ -123,7 +135,14 @@ def along(problem: Problem, densities: list[Tensor], corrected: bool) -> Tensor:
 
 
 def minimised(problem: Problem, corrected: bool, density: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """Return the density of a parametrised family that has the lowest final loss, (T,)."""
+    """Return the density of a parametrised family that has the lowest final loss, (T,).
+
+    Args:
+        problem: problem that is trained.
+        corrected: True if samples have importance weights.
+        density: function from parameters to a density, (T,).
+        start: parameters from which the search starts.
+    """
     parameters = start.double().clone().requires_grad_()
     optimizer = torch.optim.LBFGS(
         [parameters], max_iter=1000, line_search_fn="strong_wolfe", tolerance_grad=1e-10, tolerance_change=1e-14
@@ -140,7 +159,7 @@ def minimised(problem: Problem, corrected: bool, density: Callable[[Tensor], Ten
 
 
 def optimum(problem: Problem, corrected: bool) -> Tensor:
-    """Return the best fixed density, (T,)."""
+    """Return the best fixed density, (T,), with importance weights if `corrected`, else without."""
     return minimised(problem, corrected, lambda logits: torch.softmax(logits, 0), torch.zeros(problem.timesteps))
 
 
@@ -188,7 +207,7 @@ class Fixed(TableDensity):
 
 
 def train(problem: Problem, strategy: Strategy) -> tuple[Tensor, list[Tensor]]:
-    """Train a problem; returns the final distances, float64 (T,), and the density every `PERIOD` steps from step 0.
+    """Train a problem; return the final distances, float64 (T,), and the density every `PERIOD` steps from step 0.
 
     All random numbers are functions of the strategy's seed.
     """
@@ -211,7 +230,10 @@ def train(problem: Problem, strategy: Strategy) -> tuple[Tensor, list[Tensor]]:
 
 
 def make_strategy(problem: Problem, sampler: str, seed: int) -> Strategy:
-    """Return a strategy on the variational bound, whose terms are the losses of the problem."""
+    """Return a strategy with a sampler of `SAMPLERS` and the weights of the variational bound.
+
+    With these weights, the losses of `Quadratics` are the losses of the problem.
+    """
     name = sampler.partition(",")[0]
     return Strategy(f"{name}+vlb", "linear", timesteps=problem.timesteps, sampler=SAMPLERS[sampler], seed=seed)
 
@@ -219,43 +241,48 @@ def make_strategy(problem: Problem, sampler: str, seed: int) -> Strategy:
 def rows_of(problem: Problem, samplers: list[str], seeds: int) -> list[dict[str, Any]]:
     """Return the table of one problem: exact losses of fixed densities, then the losses of each sampler."""
     best = {corrected: optimum(problem, corrected) for corrected in (True, False)}
-    even = torch.full_like(best[True], 1 / problem.timesteps)
+    uniform = torch.full_like(best[True], 1 / problem.timesteps)
 
-    def exact(p: Tensor, corrected: bool) -> float:
+    def exact_loss(p: Tensor, corrected: bool) -> float:
         return problem.loss(second_moments(problem, p, corrected)).item()
 
-    def row(name: str, corrected: bool, losses: Tensor, given: Tensor, p: Tensor) -> dict[str, Any]:
-        uniform, least = exact(even, corrected), exact(best[corrected], corrected)
-        worth = given.mean().item()
-        error = [
-            f"{values.std().item() / len(values) ** 0.5:.5f}" if len(values) > 1 else "" for values in (losses, given)
-        ]
+    def standard_error(values: Tensor) -> str:
+        return f"{values.std().item() / len(values) ** 0.5:.5f}" if len(values) > 1 else ""
+
+    def row(name: str, corrected: bool, losses: Tensor, path_losses: Tensor, p: Tensor) -> dict[str, Any]:
+        path_loss = path_losses.mean().item()
+        uniform_loss, least_loss = exact_loss(uniform, corrected), exact_loss(best[corrected], corrected)
         return {
             "problem": problem.name,
             "sampler": name,
             "updates": "importance" if corrected else "plain",
             "loss": f"{losses.mean().item():.5f}" if len(losses) else "",
-            "loss_error": error[0],
-            "path_loss": f"{worth:.5f}",
-            "path_error": error[1],
-            "path_over_uniform": f"{worth / uniform:.4f}",
-            "path_over_optimum": f"{worth / least:.4f}",
+            "loss_error": standard_error(losses),
+            "path_loss": f"{path_loss:.5f}",
+            "path_error": standard_error(path_losses),
+            "path_over_uniform": f"{path_loss / uniform_loss:.4f}",
+            "path_over_optimum": f"{path_loss / least_loss:.4f}",
             "tv_from_optimum": f"{(p - best[corrected]).abs().sum(-1).mean().item() / 2:.4f}",
         }
 
-    cases = [("= uniform", even, True), ("= optimum", best[True], True), ("= optimum", best[False], False)]
-    cases.append(("= best Beta", best_beta(problem), False))
-    rows = [row(name, c, torch.empty(0), torch.tensor([exact(p, c)]), p) for name, p, c in cases]
+    # fixed densities, exact
+    rows = []
+    fixed_densities = [("= uniform", uniform, True), ("= optimum", best[True], True), ("= optimum", best[False], False)]
+    fixed_densities.append(("= best Beta", best_beta(problem), False))
+    for name, p, corrected in fixed_densities:
+        rows.append(row(name, corrected, torch.empty(0), torch.tensor([exact_loss(p, corrected)]), p))
+
+    # samplers, measured
     for name in samplers:
-        losses, given, last = [], [], []
+        losses, path_losses, last_densities = [], [], []  # by seed
         for seed in range(seeds):
             strategy = make_strategy(problem, name, seed)
             distance, densities = train(problem, strategy)
             corrected = strategy.sampler.importance or name == "uniform"
             losses.append(problem.loss(distance**2))
-            given.append(problem.loss(along(problem, densities, corrected)))
-            last.append(densities[-1])
-        rows.append(row(name, corrected, *(torch.stack(values) for values in (losses, given, last))))
+            path_losses.append(problem.loss(along(problem, densities, corrected)))
+            last_densities.append(densities[-1])
+        rows.append(row(name, corrected, torch.stack(losses), torch.stack(path_losses), torch.stack(last_densities)))
     return rows
 
 
@@ -277,17 +304,18 @@ def main() -> None:
         print(
             f"{'sampler':<20} {'updates':<11} {'loss':>17} {'path loss':>17} {'/uniform':>9} {'/optimum':>9} {'TV':>7}"
         )
-        new = rows_of(problem, arguments.samplers, arguments.seeds)
-        for r in new:
-            both = [
-                f"{r[name]} ± {r[f'{name[:4]}_error']}" if r[f"{name[:4]}_error"] else r[name]
-                for name in ("loss", "path_loss")
-            ]
+        problem_rows = rows_of(problem, arguments.samplers, arguments.seeds)
+        for row in problem_rows:
+            loss, path_loss = row["loss"], row["path_loss"]
+            if row["loss_error"]:
+                loss += f" ± {row['loss_error']}"
+            if row["path_error"]:
+                path_loss += f" ± {row['path_error']}"
             print(
-                f"{r['sampler']:<20} {r['updates']:<11} {both[0]:>17} {both[1]:>17} {r['path_over_uniform']:>9} "
-                f"{r['path_over_optimum']:>9} {r['tv_from_optimum']:>7}"
+                f"{row['sampler']:<20} {row['updates']:<11} {loss:>17} {path_loss:>17} {row['path_over_uniform']:>9} "
+                f"{row['path_over_optimum']:>9} {row['tv_from_optimum']:>7}"
             )
-        rows += new
+        rows += problem_rows
     print(f"{time.perf_counter() - begun:.0f} s")
     if arguments.out:
         p = problems()[0]

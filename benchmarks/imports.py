@@ -26,11 +26,22 @@ RUNS = 10
 
 
 def measured(folder: str, kept: bool) -> tuple[list[float], str]:
-    """Return milliseconds of each run, and torch's version; a first run, not counted, reads and compiles the files."""
+    """Return milliseconds of each import in a new process, and torch's version.
+
+    A first process, which is not counted, reads and compiles the files.
+
+    Args:
+        folder: folder that contains the package.
+        kept: True if compiled modules are kept for the next process.
+    """
     environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "" if kept else "1"}
-    run = [sys.executable, "-c", CODE]
-    runs = [subprocess.run(run, env=environment, capture_output=True, text=True, check=True) for _ in range(RUNS + 1)]
-    return [1e3 * float(one.stdout.split()[0]) for one in runs[1:]], runs[0].stdout.split()[1]
+    command = [sys.executable, "-c", CODE]
+    times, version = [], ""
+    for _ in range(RUNS + 1):
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        seconds, version = process.stdout.split()
+        times.append(1e3 * float(seconds))
+    return times[1:], version
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ EXTRACTOR = ("--extractor", f"{RESULTS}/extractor")
 
 
 def repeat(option: str, values: list[str]) -> list[str]:
+    """Return words of a command line that pass an option once for each value."""
     return [part for value in values for part in (option, value)]
 
 
@@ -102,7 +103,7 @@ with open(sys.argv[1], "w") as file:
 
 
 def write_small_demo(folder: Path, autoencoder: str) -> None:
-    """Write x.yaml, the demo with one method and few steps, and adaptive.yaml, the same with method `adaptive`.
+    """Write x.yaml, the demo with one method and few steps, and adaptive.yaml, that experiment with method `adaptive`.
 
     Args:
         folder: folder of the two files.

@@ -88,7 +88,10 @@ class StepLaunches:
 
 
 def one_kernel(record: Record) -> Any:
-    """Return a replacement of `randomness._fused_words` that counts one kernel; the words have no values here."""
+    """Return a replacement of `randomness._fused_words` that adds one kernel of Triton to `record`.
+
+    The words that the replacement returns have no values. On the CPU it returns None, as without Triton.
+    """
 
     def fused_words(stream: Any, step: Any, index: Any, count: int, device: str, centred: bool = False) -> Any:
         if device == "cpu":
@@ -108,7 +111,7 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **_: Any)
 
 @contextmanager
 def operations_of_a_gpu() -> Iterator[None]:
-    """Let torch select the attention and the operations on lists of tensors that it selects on a GPU."""
+    """Make torch select the attention and the operations on lists of tensors that it selects on a GPU, in the block."""
     with (
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attention),
         mock.patch.object(_foreach_utils, "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
@@ -117,7 +120,7 @@ def operations_of_a_gpu() -> Iterator[None]:
 
 
 def open_latents(data: Data, shape: tuple[int, int, int]) -> Latents:
-    """Return pixels for three channels, otherwise latents with a shift and a scale, as autoencoders have them."""
+    """Return 512 synthetic training images: pixels for three channels, otherwise latents with a shift and a scale."""
     latents = data.open(shape, 512, pixels=shape[0] == 3)
     if shape[0] == 3:
         return latents
@@ -125,7 +128,7 @@ def open_latents(data: Data, shape: tuple[int, int, int]) -> Latents:
 
 
 def count(name: str, data: Data, generator: str = "Triton", cuda: int = 13) -> StepLaunches:
-    """Count the kernels of a network and of the rest of a training step.
+    """Run training steps on the simulated device; return the kernels of the network and of the rest of a step.
 
     Args:
         name: key of `CASES`.
@@ -142,22 +145,25 @@ def count(name: str, data: Data, generator: str = "Triton", cuda: int = 13) -> S
         state = training.strategy.state_dict() | {"step": FIRST, "drawn": [0, FIRST * batch_size]}
         training.strategy.load_state_dict(state, DEVICE)
         replacement = one_kernel(record) if generator == "Triton" else randomness._fused_words
-        launches = {}
+        launches_by_step = {}
         with mock.patch.object(randomness, "_fused_words", replacement):
-            for number, _ in enumerate(train_steps(training, DRAWING + 1), FIRST):
-                launches[number] = Counter(record.launches)
-                record.counts_launches = number + 1 in (ORDINARY, LOGGING, DRAWING)
+            for step, _ in enumerate(train_steps(training, DRAWING + 1), FIRST):
+                launches_by_step[step] = Counter(record.launches)
+                record.counts_launches = step + 1 in (ORDINARY, LOGGING, DRAWING)  # of the next step
                 record.clear()
         network = count_network(training, record, torch.empty(batch_size, *shape, device=DEVICE))
     others = {}
-    for number in (ORDINARY, LOGGING, DRAWING):
-        launches[number].subtract(network)
-        others[number] = +launches[number]
+    for step in (ORDINARY, LOGGING, DRAWING):
+        launches_by_step[step].subtract(network)
+        others[step] = +launches_by_step[step]  # keeps positive counts only
     return StepLaunches(network.total(), others[ORDINARY], others[LOGGING], others[DRAWING])
 
 
 def count_network(training: Any, record: Record, x0: torch.Tensor) -> Launches:
-    """Count the kernels of the network's forward and backward passes, under the functions of a training step."""
+    """Count the kernels of the network's forward and backward passes for images `x0`.
+
+    They are counted under the functions of kairos in which a training step starts them. `record` is cleared.
+    """
     t = torch.zeros(len(x0), dtype=torch.int64, device=DEVICE)
     conditions = {name: t for name in training.conditions}
     for parameter in training.parameters:
@@ -175,14 +181,20 @@ def count_network(training: Any, record: Record, x0: torch.Tensor) -> Launches:
 
 
 def origins(launches: Launches) -> list[tuple[str, int, str]]:
-    """Return functions of kairos, their kernels and the kernels by operation, the most kernels first."""
+    """Return a row per function of kairos: its name, its kernels, and a text with the kernels of each operation.
+
+    The function with the most kernels comes first.
+    """
     by_function: dict[str, Counter[str]] = {}
     for (function, operation), kernels in launches.items():
         by_function.setdefault(function, Counter())[operation] += kernels
     rows = []
     for function, operations in by_function.items():
-        names = [name.strip("_") if n == 1 else f"{name.strip('_')} {n}" for name, n in operations.most_common()]
-        rows.append((function, operations.total(), ", ".join(names)))
+        texts = []
+        for operation, kernels in operations.most_common():
+            name = operation.strip("_")
+            texts.append(name if kernels == 1 else f"{name} {kernels}")
+        rows.append((function, operations.total(), ", ".join(texts)))
     return sorted(rows, key=lambda row: (-row[1], row[0]))
 
 

@@ -103,14 +103,17 @@ class Workplace:
             self.environment.pop(name, None)
 
     def train_once(self) -> Path:
-        """Train the small experiment unless the folder already has it; returns its working directory."""
+        """Train the small experiment, unless its report exists already, and return its working directory."""
         folder = self.create_pipeline("trained", small_experiment())
         if not (folder / "results/trained/report.html").exists():
             self.run(snakemake("trained", "--quiet", "all"), folder)
         return folder
 
     def create_pipeline(self, name: str, experiment: str) -> Path:
-        """Create a working directory with the pipeline and the file of an experiment; returns it."""
+        """Create a working directory with links to the pipeline and an experiment's file ``<name>.yaml``; return it.
+
+        `experiment` is the text of the file. An existing directory keeps its other files.
+        """
         folder = self.folder / f"{name}-{self.label}"
         folder.mkdir(exist_ok=True)
         for part in ("Snakefile", "workflow", "profiles", "src", "library", "envs"):
@@ -121,18 +124,25 @@ class Workplace:
         return folder
 
     def copy_results(self, trained: Path, folder: Path) -> None:
-        """Give the experiment in `folder` copies of the trained results, in a process with the measured code."""
+        """Write copies of the trained results into the experiment in `folder`, in a process with the measured code.
+
+        `trained` is the working directory of the trained experiment. Existing copies are kept.
+        """
         if not (folder / "results/many/sums").exists():
             self.run([sys.executable, __file__, "--build", str(trained)], folder)
 
     def run(self, command: list[str], folder: Path) -> None:
-        """Run a command, and end with its output if it fails."""
+        """Run a command in a folder with the measured code.
+
+        Raises:
+            SystemExit: the command fails; the message contains the end of its output.
+        """
         process = subprocess.run(command, cwd=folder, env=self.environment, capture_output=True, text=True)
         if process.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{process.stdout[-3000:]}\n{process.stderr[-3000:]}")
 
     def measure(self, name: str, command: list[str], folder: Path, runs: int, page: Path | None = None) -> None:
-        """Run a command and write a row with its times and its peak memory.
+        """Run a command and write a row with its times and its peak memory; exit with its output if it fails.
 
         Args:
             name: name of the measurement.
@@ -141,9 +151,9 @@ class Workplace:
             runs: number of training runs of the experiment.
             page: file whose size is written into the row, or None.
         """
+        with_peak = ["/usr/bin/env", sys.executable, "-c", _REPORT_PEAK, *command]
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        timed = ["/usr/bin/env", sys.executable, "-c", _REPORT_PEAK, *command]
-        process = subprocess.run(timed, cwd=folder, env=self.environment, capture_output=True, text=True)
+        process = subprocess.run(with_peak, cwd=folder, env=self.environment, capture_output=True, text=True)
         wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
         if process.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{process.stdout[-3000:]}\n{process.stderr[-3000:]}")
@@ -153,7 +163,15 @@ class Workplace:
         self.write_row(name, runs, wall, cpu, peak, size)
 
     def write_row(self, name: str, runs: int, wall: float, cpu: float, peak: float, size: float | str = "") -> None:
-        """Print a row and append it to the file."""
+        """Print a row and append it to the file `self.out`, if there is one; a new file gets a header.
+
+        Args:
+            name: name of the measurement.
+            runs: number of training runs, from which the number of jobs follows; 0: no experiment.
+            wall, cpu: seconds.
+            peak: peak memory, megabytes.
+            size: size of a page, megabytes; empty: no page.
+        """
         row = {
             "label": self.label,
             "measurement": name,
@@ -177,7 +195,7 @@ class Workplace:
             writer.writerow(row)
 
 
-# runs a command and prints its peak memory in megabytes; Linux counts ru_maxrss in KiB
+# program that runs a command and prints its peak memory in megabytes to standard error; Linux counts ru_maxrss in KiB
 _REPORT_PEAK = """
 import resource, subprocess, sys
 status = subprocess.run(sys.argv[1:]).returncode
@@ -200,31 +218,37 @@ def kairos(*arguments: str) -> list[str]:
 
 
 def small_experiment() -> str:
-    """Return the experiment that is trained: tests/tiny.yaml in one segment, with distances for ranking."""
+    """Return the text of the experiment that is trained: tests/tiny.yaml under the name ``trained``, in one segment."""
     text = (ROOT / "tests/tiny.yaml").read_text(encoding="utf-8")
     return text.replace("experiment: tiny", "experiment: trained").replace("segments: 2", "segments: 1")
 
 
 def many_methods(count: int) -> str:
-    """Return the experiment of copies, with `count` methods and five seeds.
+    """Return the text of the experiment of copies, ``many``, with `count` methods and five seeds.
 
-    A fifth of the methods are single ones, the others are two grids: one of a fixed sampler, one of a learning sampler.
+    A fifth of the methods are single ones. The others are two grids: one of a fixed sampler, one of a learning sampler.
     """
-    head, _, rest = small_experiment().partition("methods:\n")
-    tail = rest[rest.index("sampling:") :]
+    # sections before and after the methods
+    head, _, after_head = small_experiment().partition("methods:\n")
+    tail = after_head[after_head.index("sampling:") :]
     head = head.replace("experiment: trained", "experiment: many")
     head = re.sub(r"(?m)^seeds: .*$", f"seeds: {list(range(SEEDS))}", head)
-    in_grid = 2 * count // 5
-    single = count - 2 * in_grid - 3
+
+    # single methods
+    methods_per_grid = 2 * count // 5
+    single_count = count - 2 * methods_per_grid - 3  # besides the first three
     lines = ["  uniform: {sampler: uniform}", "  p2: {sampler: uniform, weighting: p2}"]
     lines += ["  min_snr: {sampler: uniform, weighting: min_snr}"]
-    for number in range(single):
+    for number in range(single_count):
         weighting = f"{{name: min_snr, gamma: {1 + 0.1 * number:.1f}}}"
         lines.append(f"  min_snr_{number}: {{sampler: uniform, weighting: {weighting}}}")
-    columns = max(divisor for divisor in range(1, math.isqrt(in_grid) + 1) if in_grid % divisor == 0)
-    means = json.dumps([round(-1 + 0.01 * index, 2) for index in range(in_grid // columns)])
+
+    # grids of two options, as square as possible
+    columns = max(divisor for divisor in range(1, math.isqrt(methods_per_grid) + 1) if methods_per_grid % divisor == 0)
+    row_count = methods_per_grid // columns
+    means = json.dumps([round(-1 + 0.01 * index, 2) for index in range(row_count)])
     deviations = json.dumps([round(0.5 + 0.05 * index, 2) for index in range(columns)])
-    entropies = json.dumps([round(0.001 * (index + 1), 3) for index in range(in_grid // columns)])
+    entropies = json.dumps([round(0.001 * (index + 1), 3) for index in range(row_count)])
     frequencies = json.dumps([2 + index for index in range(columns)])
     lines.append(f"  log_normal: {{sampler: log_normal, grid: {{sampler.m: {means}, sampler.s: {deviations}}}}}")
     lines.append("  adaptive:")
@@ -239,6 +263,8 @@ def many_methods(count: int) -> str:
 
 def build_results(trained: Path, folder: Path) -> None:
     """Write the results of many.yaml in `folder` as copies of the trained results.
+
+    Methods with sampler adaptive are copies of the trained method ``adaptive``, the others copies of ``uniform``.
 
     Args:
         trained: working directory of the trained experiment.
@@ -260,8 +286,9 @@ def build_results(trained: Path, folder: Path) -> None:
     for method, settings in plain["methods"].items():
         template = "adaptive" if settings["sampler"]["name"] == "adaptive" else "uniform"
         for seed in experiment.seeds:
-            parts = compute_identity(experiment.run_settings(method, seed), latents, "cpu")
-            run = Run(method, seed, parts.pop("identity"), config_text, parts)
+            hashed_values = compute_identity(experiment.run_settings(method, seed), latents, "cpu")
+            identity = hashed_values.pop("identity")
+            run = Run(method, seed, identity, config_text, hashed_values)
             run.copy(source, template, results)
     write_common_outputs(source, results)
 
@@ -283,7 +310,13 @@ class Run:
         self.factor = math.exp(quality + 0.02 * generator.gauss(0, 1))
 
     def copy(self, source: Path, template: str, results: Path) -> None:
-        """Copy all files of the trained run with method `template`."""
+        """Write all files of this run as copies of those of the trained run with method `template` and seed 0.
+
+        Args:
+            source: folder of the trained experiment's results.
+            template: method of the trained run.
+            results: folder of results that gets the copies.
+        """
         trained_folder = source / template / "seed0"
         trained_identity = json.loads((trained_folder / "training.json").read_text())["identity"]
         run_folder = results / self.method / f"seed{self.seed}"
@@ -323,7 +356,11 @@ class Run:
             shutil.copyfile(file, target)
 
     def _adapt(self, record: Row, step: int | None) -> None:
-        """Change a record of the trained run to this run's; `step` is that of an evaluation."""
+        """Replace method, seed, hashed values and measured values in a record of the trained run by this run's.
+
+        The configuration becomes None, which `_copy_file` replaces in the text. `step` is the step of an evaluation;
+        None: the record is no evaluation.
+        """
         for name, value in (("method", self.method), ("seed", self.seed), ("config", None)):
             if name in record:
                 record[name] = value
@@ -332,9 +369,10 @@ class Run:
         if step:  # at step 0 all methods are equal
             metrics = record["metrics"]
             for name, value in metrics.items():
-                metrics[name] = (
-                    [self.factor * part for part in value] if isinstance(value, list) else self.factor * value
-                )
+                if isinstance(value, list):
+                    metrics[name] = [self.factor * number for number in value]
+                else:
+                    metrics[name] = self.factor * value
 
     def _copy_samples(self, file: Path, target: Path) -> None:
         """Copy a file of samples with this run's identity in its protocol."""
@@ -349,7 +387,7 @@ class Run:
 
 
 def write_common_outputs(source: Path, results: Path) -> None:
-    """Copy the report's outputs of the trained experiment, so that all jobs of the copies' experiment have outputs."""
+    """Copy the outputs of report and tracking, so that all jobs of the experiment of copies have outputs."""
     for name in ("report.html", "summary.csv", "tracking.json"):
         shutil.copyfile(source / name, results / name)
     shutil.copytree(source / "figures", results / "figures")
@@ -359,7 +397,10 @@ def write_common_outputs(source: Path, results: Path) -> None:
 
 
 def measure_plan(workplace: Workplace, methods: int) -> None:
-    """Measure dry runs with everything to do and with everything done, and the writing of all metadata."""
+    """Measure dry runs with everything to do and with everything done, and the writing of all metadata.
+
+    Earlier results and metadata of the experiment are deleted. Placeholders replace the results of jobs.
+    """
     runs = SEEDS * methods
     folder = workplace.create_pipeline("many", many_methods(methods))
     shutil.rmtree(folder / "results", ignore_errors=True)
@@ -426,7 +467,7 @@ def serve(workplace: Workplace, folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def cpu_seconds_of(process: int) -> float:
-    """Return user and system time of a running process."""
+    """Return user and system time of a running process in seconds; `process` is its id."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

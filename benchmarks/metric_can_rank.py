@@ -34,7 +34,7 @@ CIFAR10 = "cifar10/train-00000-of-00001.parquet"
 
 
 def write_images(table: Any, folder: Path) -> None:
-    """Write the images of a table as PNG files, a folder per class."""
+    """Write the images of a table with columns ``img`` and ``label`` as PNG files, into a folder per class."""
     for number, (image, label) in enumerate(zip(table["img"].to_pylist(), table["label"].to_pylist())):
         file = folder / str(label) / f"{number:05d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -42,13 +42,16 @@ def write_images(table: Any, folder: Path) -> None:
 
 
 def run(*words: object) -> None:
-    """Run a command of kairos in this process."""
+    """Run a command of kairos in this process; exit if it fails."""
     if kairos([str(word) for word in words]) != 0:
         raise SystemExit(f"kairos {words[0]} failed")
 
 
 def proposed(images: Path, file: Path, steps: int) -> dict[str, Any]:
-    """Write the experiment that `kairos new` proposes for the images, without measuring its time."""
+    """Write the experiment that `kairos new` proposes for the images to `file`, and return it as plain values.
+
+    Its time is not measured, and `steps` is its number of steps.
+    """
     text = new_experiment.render_experiment(new_experiment.collect_facts(images, file.stem, 10, ""), steps, seconds=0)
     values: dict[str, Any] = yaml.safe_load(text)
     file.write_text(yaml.safe_dump(values))
@@ -56,22 +59,28 @@ def proposed(images: Path, file: Path, steps: int) -> dict[str, Any]:
 
 
 def reference_rows(file: Path, results: Path) -> tuple[str, bool]:
-    """Train the extractor, score the reference rows; returns both rows as text, and True if the distance can rank."""
+    """Train the extractor and measure the reference rows; return both rows as text, and True if the distance can rank.
+
+    Args:
+        file: experiment file.
+        results: folder of its results, with data set, autoencoder and latents.
+    """
     folders = {name: results / name for name in ("dataset", "autoencoder", "latents", "extractor")}
     run("extractor", "--config", file, "--dataset", folders["dataset"], "--out", folders["extractor"])
     folder_options = [word for name, folder in folders.items() for word in (f"--{name}", folder)]
     run("reference", "--config", file, *folder_options, "--out", results / "reference")
     record = read_json(results / "reference/reference.json")
     metric, rows = record["metric"], record["rows"]
-    shown = [
-        f"{name} {rows[name][metric]:.4g} ± {rows[name][f'{metric}_spread']:.2g}" for name in ("floor", "gaussian")
-    ]
-    return ", ".join(shown), reason_not_to_rank(record) is None
+    texts = []
+    for name in ("floor", "gaussian"):
+        texts.append(f"{name} {rows[name][metric]:.4g} ± {rows[name][f'{metric}_spread']:.2g}")
+    return ", ".join(texts), reason_not_to_rank(record) is None
 
 
 def loss_differences(file: Path, results: Path, first: int, last: int, seeds: int) -> list[tuple[float, float]]:
-    """Return the validation losses of uniform timesteps after `first` and after `last` steps, for each seed."""
-    latents, losses = open_latents(results / "latents"), []
+    """Train with uniform timesteps; return the validation losses after `first` and after `last` steps, by seed."""
+    latents = open_latents(results / "latents")
+    losses = []
     settings = LossSettings(images=256, strata=32, seed=0)
     for seed in range(seeds):
         folder = results / "uniform" / f"seed{seed}"
@@ -83,7 +92,14 @@ def loss_differences(file: Path, results: Path, first: int, last: int, seeds: in
 
 
 def measure(table: Any, work: Path, steps: int, seeds: int) -> None:
-    """Print the reference rows of both extractors, the validation losses, and which metrics separate."""
+    """Measure the images of a table: print the reference rows of both extractors, the validation losses, and a verdict.
+
+    Args:
+        table: images and labels of CIFAR-10.
+        work: folder for the images and the experiment file; results are written below the working directory.
+        steps: steps of training for the validation loss.
+        seeds: number of training runs.
+    """
     count = len(table)
     images, file = work / f"images{count}", work / f"cifar{count}.yaml"
     results = Path("results") / file.stem
@@ -102,10 +118,12 @@ def measure(table: Any, work: Path, steps: int, seeds: int) -> None:
     losses = loss_differences(file, results, steps // 4, steps, seeds)
     early, late = (statistics.fmean(column) for column in zip(*losses))
     falls = [first - last for first, last in losses]
-    error = statistics.stdev(falls) / math.sqrt(seeds)
-    separates["validation"] = statistics.fmean(falls) > 2 * error
+    standard_error = statistics.stdev(falls) / math.sqrt(seeds)
+    separates["validation"] = statistics.fmean(falls) > 2 * standard_error
     print(f"  validation loss: {early:.4f} after {steps // 4} steps, {late:.4f} after {steps}, fall ", end="")
-    print(f"{statistics.fmean(falls):.4f} ± {error:.4f} (standard error); separates: {separates['validation']}")
+    print(
+        f"{statistics.fmean(falls):.4f} ± {standard_error:.4f} (standard error); separates: {separates['validation']}"
+    )
     print(f"  the primary metric separates: {separates[primary]}", flush=True)
 
 

@@ -89,7 +89,7 @@ CASES = {
 
 
 def write_images(case: Case, folder: Path) -> None:
-    """Write the images of a case as PNG files."""
+    """Write the images of a case as PNG files into a new folder: digits of 8 pixels, else `frechet.iterate_images`."""
     from sklearn.datasets import load_digits
 
     folder.mkdir()
@@ -137,7 +137,7 @@ def count_parameters(case: Case) -> float:
 
 
 def measure_memory(process: subprocess.Popen[bytes]) -> float:
-    """Wait for the end of a process; return the largest memory of it and its descendants, in MiB."""
+    """Wait for the end of a process; return the largest memory at a time of it and its descendants, in MiB."""
     largest = 0
     while process.poll() is None:
         try:
@@ -179,7 +179,7 @@ class Runner:
             )
 
     def check(self, process: subprocess.Popen[bytes]) -> None:
-        """Check the exit status of a process.
+        """Wait for the end of a process and check its exit status.
 
         Raises:
             SystemExit: the process has failed; the message contains the end of its output.
@@ -203,7 +203,10 @@ class Runner:
 
 
 def set_up(case: Case, runner: Runner, images: Path, steps: int, save_every: int) -> Settings:
-    """Write settings and experiment of a run into the runner's folder, and return the settings."""
+    """Write settings.json and the experiment x.yaml of a run into the runner's new folder, and return the settings.
+
+    `steps` is the length of the run, and `save_every` the number of steps between checkpoints.
+    """
     settings = Settings(
         model=case.model,
         images=str(images),
@@ -223,48 +226,62 @@ def set_up(case: Case, runner: Runner, images: Path, steps: int, save_every: int
 
 
 def measure_speed(trainer: str, case: Case, runner: Runner, images: Path) -> dict[str, float]:
-    """Train once with a trainer; return the measured columns."""
-    default_interval = 500 if trainer == "kairos" else 1000
+    """Train once with a trainer; return the measured columns.
+
+    The stages of kairos before training count towards CPU seconds, memory and the time of the first step.
+    """
+    default_interval = 500 if trainer == "kairos" else 1000  # steps between checkpoints
     settings = set_up(case, runner, images, case.steps, default_interval)
-    begun, children = time.monotonic(), os.times()
+    begun = time.monotonic()
+    times_before = os.times()
     mebibytes = runner.prepare() if trainer == "kairos" else 0.0
-    ended_children = os.times()
-    earlier_cpu = sum(ended_children[2:4]) - sum(children[2:4])  # user and system time of ended children
+    times_after = os.times()
+    preparation_cpu = sum(times_after[2:4]) - sum(times_before[2:4])  # user and system time of ended children
     process = runner.start_training(trainer)
     mebibytes = max(mebibytes, measure_memory(process))
     runner.check(process)
     lines = Path(settings.times).read_text(encoding="utf-8").splitlines()
-    first, warm, last = map(json.loads, lines)
+    first, warm_up, last = map(json.loads, lines)
     images_after_warm_up = (case.steps - WARM_UP) * case.batch_size
     return {
-        "images_per_cpu_s": images_after_warm_up / (last["cpu"] - warm["cpu"]),
-        "images_per_s": images_after_warm_up / (last["wall"] - warm["wall"]),
-        "cpu_s": earlier_cpu + last["cpu"],
+        "images_per_cpu_s": images_after_warm_up / (last["cpu"] - warm_up["cpu"]),
+        "images_per_s": images_after_warm_up / (last["wall"] - warm_up["wall"]),
+        "cpu_s": preparation_cpu + last["cpu"],
         "first_step_s": first["wall"] - begun,
         "mib": mebibytes,
     }
 
 
 def speed_rows(folder: Path, packages: Path, names: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Measure the speed of all trainers in rounds; return the rows of the table."""
+    """Measure the speed of all trainers in rounds; return a row of the table for each case and trainer.
+
+    Args:
+        folder: temporary folder for images and runs.
+        packages: folder of the installed packages.
+        names: names of cases.
+        rounds: number of training runs of each trainer.
+    """
     rows = []
     for name in names:
-        case, images = CASES[name], folder / f"images{CASES[name].side}"
+        case = CASES[name]
+        images = folder / f"images{case.side}"
         write_images(case, images)
-        measured: dict[str, list[dict[str, float]]] = {trainer: [] for trainer in TRAINERS}
+        results_by_trainer: dict[str, list[dict[str, float]]] = {trainer: [] for trainer in TRAINERS}
         order = list(TRAINERS)
         for number in range(rounds):
-            for trainer in order[number % len(order) :] + order[: number % len(order)]:
+            first = number % len(order)  # every round starts with another trainer
+            for trainer in order[first:] + order[:first]:
                 with tempfile.TemporaryDirectory(dir=folder) as temporary:
                     runner = Runner(Path(temporary) / "run", packages)
-                    measured[trainer].append(measure_speed(trainer, case, runner, images))
-                print(name, trainer, {key: round(value, 1) for key, value in measured[trainer][-1].items()}, flush=True)
+                    result = measure_speed(trainer, case, runner, images)
+                results_by_trainer[trainer].append(result)
+                print(name, trainer, {key: round(value, 1) for key, value in result.items()}, flush=True)
         parameters = count_parameters(case)
-        for trainer, results in measured.items():
+        for trainer, results in results_by_trainer.items():
             row = {"case": name, "trainer": trainer, "parameters_m": f"{parameters:.2f}", "steps": case.steps}
             for column in results[0]:
                 row[column] = f"{statistics.median(result[column] for result in results):.1f}"
-            pairs = zip(measured["kairos"], results)
+            pairs = zip(results_by_trainer["kairos"], results)  # of one round each
             ratios = [kairos["images_per_cpu_s"] / other["images_per_cpu_s"] for kairos, other in pairs]
             row["ratio"] = f"{statistics.median(ratios):.2f}"
             row["ratio_low"], row["ratio_high"] = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
@@ -278,18 +295,18 @@ def measure_kill(trainer: str, case: Case, runner: Runner, images: Path, killed_
     settings = set_up(case, runner, images, KILL_STEPS, save_every or KILL_STEPS)
     if trainer == "kairos":
         runner.prepare()
-    counter = Path(f"{settings.times}.steps")
+    step_file = Path(f"{settings.times}.steps")  # one byte for each step, see `StepTimes`
     process = runner.start_training(trainer)
-    while not counter.exists() or counter.stat().st_size < killed_after:
-        if process.poll() is not None:
+    while not step_file.exists() or step_file.stat().st_size < killed_after:
+        if process.poll() is not None:  # ended too early
             runner.check(process)
         time.sleep(0.001)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    steps_before = counter.stat().st_size
-    again = runner.start_training(trainer)
-    runner.check(again)
-    steps_run = counter.stat().st_size
+    steps_before = step_file.stat().st_size
+    second_process = runner.start_training(trainer)
+    runner.check(second_process)
+    steps_run = step_file.stat().st_size
     return {
         "trainer": trainer,
         "steps": KILL_STEPS,
@@ -302,7 +319,8 @@ def measure_kill(trainer: str, case: Case, runner: Runner, images: Path, killed_
 
 def kill_rows(folder: Path, packages: Path, case: Case) -> list[dict[str, Any]]:
     """Kill every trainer at several steps; return the rows of the table."""
-    images, rows = folder / "images_kills", []
+    images = folder / "images_kills"
+    rows = []
     write_images(case, images)
     for trainer in KILLS:
         for killed_after in KILLED_AFTER:

@@ -39,21 +39,29 @@ class Case:
         torch.manual_seed(0)
         self.network = models.build(BACKBONES.select(config), shape, {}).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-4)
-        plain, _, full = name.partition(" ")
-        measures = {"adaptive", "adaptive_official", "gradient_norm", "gradient_variance", "first_order"}
-        options = {"frequency": PERIOD} if plain in measures else {}  # each round holds one measurement
-        if plain.startswith(("gradient", "first")):
+        strategy_name, _, full_features = name.partition(" ")  # such as "adaptive full features"
+        measuring = {"adaptive", "adaptive_official", "gradient_norm", "gradient_variance", "first_order"}
+        options = {}
+        if strategy_name in measuring:
+            options["frequency"] = PERIOD  # each round contains one measurement
+        if strategy_name.startswith(("gradient", "first")):
             options["start"] = 1
-        self.strategy = Strategy(plain, "linear", sampler=options | ({"feature_timesteps": None} if full else {}))
+        if full_features:
+            options["feature_timesteps"] = None
+        self.strategy = Strategy(strategy_name, "linear", sampler=options)
         self.x0 = torch.randn(batch, *shape, device=device)
         self.samples = 0  # through the network, forward; a backward pass counts twice
         self.network.register_forward_hook(self._count)
 
     def _count(self, module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        """Count the samples of a forward pass, three times if a backward pass follows."""
         self.samples += len(inputs[0]) * (3 if torch.is_grad_enabled() else 1)
 
     def step(self) -> float:
-        """Run a training step; returns the seconds that the strategy took."""
+        """Run a training step, and return the seconds of the strategy's draw, loss and observe.
+
+        The time of the optimiser, which runs inside `observe`, is not included.
+        """
         strategy, x0 = self.strategy, self.x0
         begun = time.perf_counter()
         draw = strategy.draw(x0)
@@ -93,7 +101,7 @@ def main() -> None:
     }  # fmt: skip
     names = list(dict.fromkeys(["uniform", *arguments.strategies]))
     cases = {name: Case(name, config, (4, 8, 8), arguments.batch, device) for name in names}
-    for case in cases.values():  # past what happens once: first steps, empty queues
+    for case in cases.values():  # warm-up: first steps, and measurements that fill queues
         case.strategy.step = 0
         for step in range(3):
             case.strategy.step = step * PERIOD

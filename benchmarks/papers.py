@@ -30,14 +30,17 @@ class System:
 
 
 def classes(number: int) -> dict[str, dict[str, Any]]:
+    """Return the description of condition ``class`` with a number of classes."""
     return {"class": {"kind": "class", "num_classes": number}}
 
 
 def text(*shape: int, null: str) -> dict[str, dict[str, Any]]:
+    """Return the description of condition ``text``; `null` is what replaces a dropped text."""
     return {"text": {"kind": "text", "shape": list(shape), "null": null}}
 
 
 def image(*shape: int) -> dict[str, dict[str, Any]]:
+    """Return the description of condition ``low_resolution``, an image."""
     return {"low_resolution": {"kind": "image", "shape": list(shape)}}
 
 
@@ -66,6 +69,6 @@ SYSTEMS = {
 
 
 def published(name: str) -> dict[str, Any]:
-    """Return the configuration of a system from its file."""
+    """Return the configuration of a system from `experiments/systems/<name>.yaml`, as plain values."""
     values: dict[str, Any] = yaml.safe_load((FILES / f"{name}.yaml").read_text())
     return values

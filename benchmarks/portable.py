@@ -9,6 +9,7 @@ a step; ratio of the medians; its range over rounds.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -22,7 +23,10 @@ CASES = {"demo": 20, "unet": 1}  # steps of a round
 
 
 def worker(case: str, kind: str) -> None:
-    """Run a round of steps for every line of standard input, and print their seconds."""
+    """Run a round of training steps for every line of standard input, and print the seconds of each step.
+
+    `case` is a network of `CASES`, and `kind` is ``portable`` or ``plain``. One step before the first round warms up.
+    """
     from kairos import portable
 
     if kind == "portable":
@@ -64,7 +68,7 @@ def worker(case: str, kind: str) -> None:
 
 
 def measure(case: str, rounds: int) -> dict[str, object]:
-    """Return a row of the table."""
+    """Run a process of each kind, whose rounds alternate, and return the row of a network."""
     kinds = ("plain", "portable")
     workers = {
         kind: subprocess.Popen(
@@ -85,19 +89,22 @@ def measure(case: str, rounds: int) -> dict[str, object]:
             seconds[kind].append([float(value) for value in process.stdout.readline().split()])
     for process in workers.values():
         process.communicate()
-    each = [statistics.median(b) / statistics.median(a) for a, b in zip(*seconds.values())]
-    plain, held = (statistics.median(one for each in seconds[kind] for one in each) * 1e3 for kind in kinds)
+    round_ratios = []
+    for plain_round, portable_round in zip(seconds["plain"], seconds["portable"]):
+        round_ratios.append(statistics.median(portable_round) / statistics.median(plain_round))
+    plain_ms, portable_ms = (1e3 * statistics.median(itertools.chain(*seconds[kind])) for kind in kinds)
     return {
         "network": case,
-        "plain_ms": f"{plain:.1f}",
-        "portable_ms": f"{held:.1f}",
-        "ratio": f"{held / plain:.2f}",
-        "ratio_range": f"{min(each):.2f}-{max(each):.2f}",
+        "plain_ms": f"{plain_ms:.1f}",
+        "portable_ms": f"{portable_ms:.1f}",
+        "ratio": f"{portable_ms / plain_ms:.2f}",
+        "ratio_range": f"{min(round_ratios):.2f}-{max(round_ratios):.2f}",
         "rounds": rounds,
     }
 
 
 def main() -> None:
+    """Measure both networks, write the table and print it; with --worker, run as the process of one kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/portable.csv"))

@@ -53,7 +53,13 @@ DRY_RUN = [sys.executable, "-m", "snakemake", "-n", "--quiet", "all", "--configf
 
 
 def cpu_seconds(command: list[str], cache: Path | None = None) -> float:
-    """Run a command in the root of the repository; return the CPU seconds of its processes."""
+    """Run a command in the root of the repository with one thread; return the CPU seconds of its processes.
+
+    `cache` is the user's cache folder for the command; None: unchanged.
+
+    Raises:
+        subprocess.CalledProcessError: the command fails.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if cache is not None:
         environment["XDG_CACHE_HOME"] = str(cache)
@@ -65,20 +71,23 @@ def cpu_seconds(command: list[str], cache: Path | None = None) -> float:
 
 def measure_end() -> tuple[float, float]:
     """Return the CPU seconds of the end of a process, by teardown and by `process_exit`."""
-    alone = cpu_seconds([sys.executable, "-c", f"{IMPORTS}; import os; os._exit(0)"])
-    torn_down = cpu_seconds([sys.executable, "-c", IMPORTS])
-    quick = cpu_seconds([sys.executable, "-c", f"{QUICK}; {IMPORTS}; process_exit.end_process(0)"])
-    return torn_down - alone, max(quick - alone, 0.0)
+    imports_alone = cpu_seconds([sys.executable, "-c", f"{IMPORTS}; import os; os._exit(0)"])
+    with_teardown = cpu_seconds([sys.executable, "-c", IMPORTS])
+    with_quick_end = cpu_seconds([sys.executable, "-c", f"{QUICK}; {IMPORTS}; process_exit.end_process(0)"])
+    return with_teardown - imports_alone, max(with_quick_end - imports_alone, 0.0)
 
 
 def measure_autoencoder() -> tuple[float, float]:
-    """Return the CPU seconds of the import of the autoencoder's module, with and without packages of pipelines."""
+    """Return the CPU seconds of the import of the autoencoder's module, with and without packages of pipelines.
+
+    The import of torch is not included.
+    """
     start, end = "import torch, kairos.quick_imports", "import os; os._exit(0)"
     module = "import kairos.autoencoders.train"
-    alone = cpu_seconds([sys.executable, "-c", f"{start}; {end}"])
-    whole = cpu_seconds([sys.executable, "-c", f"{start}; {module}; {end}"])
+    without_module = cpu_seconds([sys.executable, "-c", f"{start}; {end}"])
+    complete = cpu_seconds([sys.executable, "-c", f"{start}; {module}; {end}"])
     quick = cpu_seconds([sys.executable, "-c", f"{start}; kairos.quick_imports.enable(); {module}; {end}"])
-    return whole - alone, quick - alone
+    return complete - without_module, quick - without_module
 
 
 def measure_fork() -> tuple[float, float]:
@@ -94,8 +103,9 @@ def measure_fork() -> tuple[float, float]:
 def measure_cache(command: list[str]) -> tuple[float, float]:
     """Return the CPU seconds of a command without and with summaries of modules in the cache."""
     with tempfile.TemporaryDirectory() as cache:
-        without = cpu_seconds(command, Path(cache))
-        return without, cpu_seconds(command, Path(cache))
+        with_empty_cache = cpu_seconds(command, Path(cache))  # fills the cache
+        with_summaries = cpu_seconds(command, Path(cache))
+    return with_empty_cache, with_summaries
 
 
 def main() -> None:
@@ -113,7 +123,8 @@ def main() -> None:
     }
     rows = []
     for part, measure in parts.items():
-        before, after = map(statistics.median, zip(*(measure() for _ in range(arguments.rounds))))
+        seconds_of_rounds = [measure() for _ in range(arguments.rounds)]  # pairs: before and after
+        before, after = (statistics.median(seconds) for seconds in zip(*seconds_of_rounds))
         ratio = f"{after / before:.2f}"
         rows.append({"part": part, "before_s": f"{before:.2f}", "after_s": f"{after:.2f}", "ratio": ratio})
         print(rows[-1], flush=True)

@@ -30,17 +30,23 @@ CASES = {  # model, shape of a sample, batch, steps in a round
 
 
 class Case:
-    """A training run with random data, and the seconds of its steps and draws."""
+    """A training run with random data, and the seconds of its steps and draws.
+
+    Attributes:
+        warm: number of steps that are left out of the means, a prefetch block of 16.
+        seconds: seconds of each step, of its draws by kairos, and of equal draws by torch.
+    """
 
     def __init__(self, config: dict, shape: tuple[int, int, int], batch: int, steps: int, device: torch.device):
         torch.manual_seed(0)
         self.network = models.build(BACKBONES.select(config), shape, {}).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-4)
         self.shape, self.batch, self.steps, self.device = shape, batch, steps, device
-        self.warm = steps // 3  # steps that are left out: the first turn of 16
+        self.warm = steps // 3
         self.seconds: dict[str, list[float]] = {"step": [], "ours": [], "torch": []}
 
     def step(self, number: int) -> None:
+        """Run training step `number`, draw equal numbers by torch, and record the seconds of both."""
         x0 = torch.zeros(self.batch, *self.shape, device=self.device)
         begun = self.now()
         noise = Stream(1, "noise").normal(number, range(self.batch), self.shape, self.device)
@@ -57,12 +63,14 @@ class Case:
         self.seconds["torch"].append(self.now() - begun)
 
     def now(self) -> float:
+        """Return a time in seconds: wall-clock time after a synchronisation on a GPU, else CPU time of the thread."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             return time.perf_counter()
-        return time.thread_time()  # what others do on the machine costs no time
+        return time.thread_time()  # other processes of the machine do not count
 
     def row(self, name: str) -> dict:
+        """Return a row of the table, with means over the steps after the warm-up."""
         step, kairos_draws, torch_draws = (statistics.mean(values[self.warm :]) for values in self.seconds.values())
         size = sum(parameter.numel() for parameter in self.network.parameters())
         return {
@@ -86,8 +94,8 @@ def main() -> None:
     cases = {name: Case(*settings, device) for name, settings in CASES.items()}
     for number in range(arguments.rounds):
         for case in cases.values():
-            for k in range(case.steps):
-                case.step(number * case.steps + k)
+            for step_of_round in range(case.steps):
+                case.step(number * case.steps + step_of_round)
     rows = [case.row(name) for name, case in cases.items()]
     how = f"{arguments.rounds} rounds, 1 thread, torch {torch.__version__}, {device.type} {platform.machine()}"
     print(how)

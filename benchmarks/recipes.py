@@ -38,10 +38,16 @@ LINES = 15  # of the output of a failed run
 
 
 def run(recipe: Path, folder: Path, encoder: Path, steps: int) -> tuple[float, str]:
-    """Train a short form of a recipe; return its duration in seconds and the distances of its methods.
+    """Run the small form of a recipe through the pipeline; return its duration in seconds and a text with its result.
+
+    Args:
+        recipe: experiment file of the recipe.
+        folder: folder that gets the experiment file, and the working directory in a folder of the recipe's name.
+        encoder: folder of the text encoder.
+        steps: training steps.
 
     Raises:
-        SystemExit: a command failed; the message is the end of its output.
+        SystemExit: the recipe has no small form, or the run fails; the message contains the end of its output.
     """
     name = f"{recipe.parent.name}_{recipe.stem}"
     file, work = folder / f"{name}.yaml", folder / name
@@ -53,17 +59,20 @@ def run(recipe: Path, folder: Path, encoder: Path, steps: int) -> tuple[float, s
     work.mkdir(exist_ok=True)
     command = [BIN / "snakemake", "--cores", "1", "--snakefile", ROOT / "Snakefile"]
     command += ["--directory", work, "--configfile", file]
-    begun, environment = time.monotonic(), os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        output = "\n".join((done.stdout + done.stderr).splitlines()[-LINES:])
-        raise SystemExit(f"{recipe}: snakemake ended with {done.returncode}\n{output}")
+    environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    begun = time.monotonic()
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    if process.returncode:
+        output = "\n".join((process.stdout + process.stderr).splitlines()[-LINES:])
+        raise SystemExit(f"{recipe}: snakemake ended with {process.returncode}\n{output}")
     seconds = time.monotonic() - begun
+
+    # result: first metric of both methods after the last step, and number of compared published values
     results = work / "results" / values["experiment"]
     table = pd.read_csv(results / "summary.csv")
     metric = next(name for name in table.columns if name.startswith("frechet"))
-    last = table[table["step"] == table["step"].max()]
-    distances = ", ".join(f"{row.method} {row[metric]:.3g}" for _, row in last.iterrows())
+    last_rows = table[table["step"] == table["step"].max()]
+    distances = ", ".join(f"{row.method} {row[metric]:.3g}" for _, row in last_rows.iterrows())
     published = results / "published.csv"
     compared = pd.read_csv(published)["measured"].notna().sum() if published.is_file() else 0
     note = f"; {compared} numbers compared with published ones" if compared else ""
@@ -71,7 +80,7 @@ def run(recipe: Path, folder: Path, encoder: Path, steps: int) -> tuple[float, s
 
 
 def main() -> int:
-    """Run the recipes, and write a row when each ends."""
+    """Run the recipes, and write a row when each ends; return 1 if a recipe fails, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="*", type=Path)
     parser.add_argument("--steps", type=int, default=100)

@@ -34,7 +34,11 @@ SLOW_READ = threads._SLOW_READ
 
 
 def read_batch(files: list[ArrayFile], indices: np.ndarray) -> list[np.ndarray]:
-    """Read a batch as `Latents.read_rows` does: half of the rows from each file if there are several."""
+    """Read the rows of a batch as `Latents.read_rows` does; return an array per file.
+
+    With one file, all rows are read from it. With several, files 0, 2, … give the rows with even indices and files
+    1, 3, … the rows with odd indices, which are treated as flipped.
+    """
     if len(files) == 1:
         return [files[0][indices]]
     is_flipped = indices % 2 == 1
@@ -43,17 +47,21 @@ def read_batch(files: list[ArrayFile], indices: np.ndarray) -> list[np.ndarray]:
 
 
 def measure(files: list[ArrayFile], rounds: int) -> tuple[float, float]:
-    """Return the median milliseconds of a batch with one thread and with several; the rows must be equal."""
+    """Return the median milliseconds of a batch with one thread and with several.
+
+    Raises:
+        AssertionError: the rows differ.
+    """
     random = np.random.default_rng(0)
-    milliseconds: dict[float, list[float]] = {ONE_THREAD: [], SLOW_READ: []}
+    milliseconds: dict[float, list[float]] = {ONE_THREAD: [], SLOW_READ: []}  # by the limit of a slow read
     for _ in range(rounds):
         indices = random.permutation(COUNT)[:BATCH]
         batches = []
-        for slow_read, measured in milliseconds.items():
+        for slow_read, milliseconds_of_rounds in milliseconds.items():
             threads._SLOW_READ = slow_read
             start = time.perf_counter()
             batches.append(read_batch(files, indices))
-            measured.append((time.perf_counter() - start) * 1000)
+            milliseconds_of_rounds.append((time.perf_counter() - start) * 1000)
         assert all(np.array_equal(one, several) for one, several in zip(*batches))
     return statistics.median(milliseconds[ONE_THREAD]), statistics.median(milliseconds[SLOW_READ])
 

@@ -22,10 +22,10 @@ _BATCH_SIZE = 16
 
 
 def _select_two_methods(experiment: Experiment) -> list[str]:
-    """Return the two methods that a paper compares.
+    """Return the two methods that a paper compares; only one if the experiment has one.
 
-    They are the methods of the paper's claim, or else the first method and the method of the published table's last
-    row.
+    They are the methods of the paper's claim. Without a claim they are the first method, and the method of the
+    published table's last row, or the last method.
     """
     if claim := experiment.claim:
         return [claim.baseline, claim.method]
@@ -89,13 +89,13 @@ def shrink_experiment(experiment: Experiment, data: Path, encoder: str, steps: i
 def _shorten(method: dict[str, Any], steps: int) -> dict[str, Any]:
     """Return a method whose options that are lengths in steps fit a training run of `steps` steps."""
     tenth = max(steps // 10, 1)
-    lengths = {"sampler": {"frequency": tenth, "length": steps}, "weighting": {"warmup": tenth}}  # by part and option
+    lengths = {"sampler": {"frequency": tenth, "length": steps}, "weighting": {"warmup": tenth}}  # by kind and option
     shortened = {}
-    for part, component in method.items():
-        shortened[part] = dict(component)
-        for option, length in lengths.get(part, {}).items():
-            if component.get(option):
-                shortened[part][option] = length
+    for kind, component in method.items():
+        shortened[kind] = dict(component)
+        for option, length in lengths.get(kind, {}).items():
+            if component.get(option):  # the component has the option, and it is set
+                shortened[kind][option] = length
     return shortened
 
 
@@ -112,7 +112,7 @@ def _select_rows(block: dict[str, Any], methods: list[str]) -> dict[str, Any]:
 
 
 def _small_data(plain: dict[str, Any], data: Path, encoder: str, steps: int) -> dict[str, Any]:
-    """Return sections dataset, autoencoder and text_encoder of a small form.
+    """Return sections dataset and autoencoder of a small form; also text_encoder if the experiment has one.
 
     Images have 16 pixels a side, or 64 if a pretrained autoencoder encodes them.
 
@@ -142,7 +142,9 @@ def _small_data(plain: dict[str, Any], data: Path, encoder: str, steps: int) -> 
 
 
 def _small_coco(plain: dict[str, Any], data: Path, encoder: str) -> dict[str, Any]:
-    """Return sections dataset, autoencoder and text_encoder of a small form that has captions or low resolution.
+    """Return sections dataset and autoencoder of a small form with captions or low resolution, on images of COCO.
+
+    Section text_encoder is included if the experiment has a text encoder.
 
     Args:
         plain: the experiment as plain values.

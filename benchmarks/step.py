@@ -69,7 +69,7 @@ class Kairos:
         self.progress = Progress(10**9, "train", "step")
 
     def steps(self, count: int) -> None:
-        """Run steps."""
+        """Run `count` training steps, with the files and the progress line of a training job."""
         for metrics in islice(self.lines, count):
             if metrics is not None:
                 self.metrics_file.write(json.dumps(metrics) + "\n")
@@ -87,11 +87,12 @@ class Bare:
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         self.x0 = training.latents.load_x0(training.latents.train)
         alphas_cumprod = torch.from_numpy(training.process.schedule.alphas_cumprod).float()
-        self.signal, self.noise = (c.sqrt()[:, None, None, None] for c in (alphas_cumprod, 1 - alphas_cumprod))
+        self.signal = alphas_cumprod.sqrt()[:, None, None, None]
+        self.noise = (1 - alphas_cumprod).sqrt()[:, None, None, None]
         self.network.train()
 
     def steps(self, count: int) -> None:
-        """Run steps."""
+        """Run `count` training steps."""
         for _ in range(count):
             x0 = self.x0[torch.randint(len(self.x0), (self.batch_size,))]
             t = torch.randint(len(self.signal), (self.batch_size,))
@@ -106,7 +107,7 @@ class Bare:
 
 
 def build(name: str, data: Data) -> TrainingState:
-    """Build the training state of a case."""
+    """Build the training state of a case, `name` of `CASES`, on the CPU."""
     model, shape, batch_size, _ = CASES[name]
     latents = data.open(shape, 2048, pixels=shape[0] == 3)
     plain = experiment(model, batch_size=batch_size, optimizer={"name": "adamw", "lr": RATE})
@@ -114,7 +115,7 @@ def build(name: str, data: Data) -> TrainingState:
 
 
 def measure(name: str, data: Data, rounds: int) -> dict[str, Any]:
-    """Return a row of the table."""
+    """Time blocks of steps of all variants alternately, and return the row of case `name`."""
     trainings = [build(name, data) for _ in range(3)]
     kairos = Kairos(trainings[0], Path(tempfile.mkdtemp(dir=data.folder)))
     variants = {"kairos": kairos, "bare": Bare(trainings[1], None), "fused": Bare(trainings[2], True)}
@@ -124,7 +125,7 @@ def measure(name: str, data: Data, rounds: int) -> dict[str, Any]:
         loop.steps(3)
     for number in range(rounds):
         names = list(variants)
-        for variant in names[number % 3 :] + names[: number % 3]:
+        for variant in names[number % 3 :] + names[: number % 3]:  # every round starts with another variant
             begun = time.process_time()
             variants[variant].steps(count)
             seconds[variant].append((time.process_time() - begun) / count)

@@ -34,7 +34,14 @@ METHODS = ("uniform", "speed", "adaptive")
 
 
 def small(name: str, steps: int, folder: Path, methods: Sequence[str] = METHODS) -> dict[str, Any]:
-    """Return the experiment of a small form: components of the system's file, a small model, small real images."""
+    """Return the experiment of a small form: components of the system's file, a small model, small real images.
+
+    Args:
+        name: name of the system.
+        steps: steps of training.
+        folder: folder for autoencoders and text encoders that are created here.
+        methods: names of the methods.
+    """
     system, values = SYSTEMS[name], published(name)
     values |= {"experiment": name, **_data(system.data, values, folder)}
     values["model"] = {**values["model"], **system.small}
@@ -50,13 +57,20 @@ def small(name: str, steps: int, folder: Path, methods: Sequence[str] = METHODS)
     for method in values["methods"].values():  # FDM's ramp ends as early in a short training as in a long one
         if isinstance(method.get("weighting"), dict) and "warmup" in method["weighting"]:
             method["weighting"] |= {"warmup": steps // 10}
-    given = {"uniform": next(iter(values["methods"].values())), **values["methods"]}  # EDM's is called by its name
-    values["methods"] = {name: given[name] for name in methods}
+    # the first method is the baseline, which EDM's file does not call uniform
+    method_by_name = {"uniform": next(iter(values["methods"].values())), **values["methods"]}
+    values["methods"] = {name: method_by_name[name] for name in methods}
     return values
 
 
 def _data(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the sections dataset, autoencoder and text_encoder of a small form."""
+    """Return the sections dataset and autoencoder of a small form; also text_encoder if the system has captions.
+
+    Args:
+        kind: kind of data that the small form is trained on, such as `PIXELS`.
+        values: configuration of the system.
+        folder: folder for autoencoders and text encoders that are created here.
+    """
     taesd = {"kind": "pretrained", "path": str(DATA / "taesd"), "scaling": values.get("autoencoder", {}).get("scaling")}
     if kind == COCO:
         coco = {"source": "folder", "resolution": 64, "crop": "adm", "flips": True, "path": str(DATA / "coco_mini")}
@@ -74,9 +88,9 @@ def _data(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
             "text_encoder": {"path": str(write_text_encoder(folder / "clip"))},
         }
     cifar = {"source": "parquet", "path": f"{DATA}/cifar10/train-*.parquet", "limit": 600, "heldout": 0.2}
-    at_hand = (DATA / "cifar10").is_dir()
-    side = 64 if kind == KL and at_hand else 16
-    dataset = {**(cifar if at_hand else {"heldout": 0.2}), "resolution": side}
+    has_cifar = (DATA / "cifar10").is_dir()
+    side = 64 if kind == KL and has_cifar else 16
+    dataset = {**(cifar if has_cifar else {"heldout": 0.2}), "resolution": side}  # else the digits
     if kind == PIXELS:
         return {"dataset": dataset, "autoencoder": {"kind": "none"}}
     if kind == VQ:
@@ -86,11 +100,11 @@ def _data(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
             "autoencoder": {"kind": "pretrained", "path": str(tiny_vq(folder / "vq")), "scaling": 1.0},
         }
     small_autoencoder = {"kind": "train", "channels": [16, 32], "steps": 200}
-    return {"dataset": dataset, "autoencoder": taesd if at_hand else small_autoencoder}
+    return {"dataset": dataset, "autoencoder": taesd if has_cifar else small_autoencoder}
 
 
 def tiny_vq(folder: Path) -> Path:
-    """Return an untrained VQ autoencoder of 2 levels, 32 channels and 256 codes."""
+    """Write an untrained VQ autoencoder of 2 levels, 32 channels and 256 codes into a folder, and return the folder."""
     import torch
     from diffusers import VQModel
 
@@ -104,7 +118,17 @@ def tiny_vq(folder: Path) -> Path:
 
 
 def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Train and sample a system's small form; return one row per method."""
+    """Train and sample a system's small form; return one row per method, none if the system needs missing data.
+
+    Args:
+        name: name of the system.
+        steps: steps of training.
+        out: folder of results; a grid of images per method is written into its folder systems.
+        methods: names of the methods.
+
+    Raises:
+        SystemExit: a command fails.
+    """
     import torch
 
     from kairos import models
@@ -131,27 +155,32 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
             if kairos([str(argument) for argument in arguments]):
                 raise SystemExit(f"{name}: kairos {arguments[0]} failed")
 
-        at = {stage: results / stage for stage in ("dataset", "text", "autoencoder", "latents")}
-        given = ["--config", config]
-        call("prepare", *given, "--out", at["dataset"])
+        folders = {stage: results / stage for stage in ("dataset", "text", "autoencoder", "latents")}
+        config_options = ["--config", config]
+        call("prepare", *config_options, "--out", folders["dataset"])
         text_options = []
         if "text" in (plain["model"]["conditions"] or []):
-            call("text", *given, "--dataset", at["dataset"], "--out", at["text"])
-            text_options = ["--text", at["text"]]
-        call("autoencoder", *given, "--dataset", at["dataset"], "--out", at["autoencoder"])
-        read = ["--dataset", at["dataset"], "--autoencoder", at["autoencoder"], *text_options]
-        call("encode", *given, *read, "--out", at["latents"])
+            call("text", *config_options, "--dataset", folders["dataset"], "--out", folders["text"])
+            text_options = ["--text", folders["text"]]
+        call("autoencoder", *config_options, "--dataset", folders["dataset"], "--out", folders["autoencoder"])
+        inputs = ["--dataset", folders["dataset"], "--autoencoder", folders["autoencoder"], *text_options]
+        call("encode", *config_options, *inputs, "--out", folders["latents"])
         rows = []
         for method in plain["methods"]:
-            training, begun = results / method / "seed0", time.monotonic()
-            call("train", *given, "--method", method, "--seed", 0, "--latents", at["latents"], "--out", training)
+            training = results / method / "seed0"
+            train_options = ["--method", method, "--seed", 0, "--latents", folders["latents"], "--out", training]
+            begun = time.monotonic()
+            call("train", *config_options, *train_options)
             seconds = time.monotonic() - begun
-            last, grid = training / "milestones" / f"{steps:07d}", out / "systems" / f"{name}_{method}.png"
+
+            # images and validation losses
+            last = training / "milestones" / f"{steps:07d}"
+            grid = out / "systems" / f"{name}_{method}.png"
             grid.parent.mkdir(parents=True, exist_ok=True)
             images = ["--out", folder / "images.npz", "--grid", grid, "--num", BATCH]
             call("sample", "--milestone", last, *images, "--weights", "raw")
-            latents, settings = open_latents(at["latents"]), LossSettings(64, 16, 0)
-            losses = []
+            latents, settings = open_latents(folders["latents"]), LossSettings(64, 16, 0)
+            losses = []  # before and after training
             for step in (0, steps):
                 milestone = open_milestone(training / "milestones" / f"{step:07d}", "raw")
                 losses.append(validation_loss(milestone, latents, settings)["loss"])
@@ -160,16 +189,20 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
                 "system": name, "method": method, "small_parameters": parameters, "steps": steps,
                 "loss_before": f"{losses[0]:.4f}", "loss_after": f"{losses[1]:.4f}", "seconds": f"{seconds:.1f}",
             })  # fmt: skip
+    # parameters of the published system
     process = build_process(experiment.diffusion.process, experiment.diffusion.prediction, 0.5)
     with torch.device("meta"):
-        whole = validate({**published(name)}, name).model
-        model = models.build(whole, system.shape, system.conditions, output_channels(process, system.shape[0]))
-    counted = sum(value.numel() for value in model.parameters())
-    return [{**row, "published": system.parameters, "parameters": counted} for row in rows]
+        options = validate({**published(name)}, name).model
+        model = models.build(options, system.shape, system.conditions, output_channels(process, system.shape[0]))
+    parameter_count = sum(value.numel() for value in model.parameters())
+    return [{**row, "published": system.parameters, "parameters": parameter_count} for row in rows]
 
 
 def main() -> int:
-    """Run the systems in parallel, one process each, or one system in this process; write results/systems.csv."""
+    """Run the systems in parallel, one process each, or one system in this process; write systems.csv.
+
+    Returns 1 if the validation loss of a training run does not fall, else 0.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SYSTEMS)}; default: all")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)

@@ -62,6 +62,7 @@ class StepTimes:
         register_optimizer_step_post_hook(self)
 
     def __call__(self, *_: Any) -> None:
+        """Record a step; torch calls this after each step of an optimizer."""
         self.step += 1
         os.write(self.steps, b".")
         if self.step in self.at:
@@ -106,7 +107,7 @@ def build_network(settings: Settings) -> Any:
 
 
 def train_with_kairos(settings: Settings) -> None:
-    """Train by ``kairos train``; the experiment is x.yaml in the working directory."""
+    """Train by ``kairos train``; the experiment is x.yaml in the working directory. Exit if it fails."""
     from kairos.cli import main
 
     command = ["train", "--config", "x.yaml", "--method", "uniform", "--seed", "0", "--out", settings.results]

@@ -40,7 +40,11 @@ LEVEL = 0.05
 
 
 def read_round(which: str) -> pd.DataFrame:
-    """Read the results of a round; return a row per setting, method, seed and snapshot with time and metrics."""
+    """Return a row per setting, method, seed and snapshot of a round, with time, metrics and reference rows.
+
+    An experiment without a report is ignored; one whose results are incomplete is skipped with a message. The table is
+    empty without results.
+    """
     tables = []
     for folder in sorted(report.parent for report in Path("results").glob(f"study_{which}_*/report.html")):
         try:
@@ -53,9 +57,9 @@ def read_round(which: str) -> pd.DataFrame:
 
 
 def read_experiment(folder: Path) -> pd.DataFrame:
-    """Read a results folder; return a row per method, seed and snapshot with time and metrics.
+    """Return a row per method, seed and snapshot of a results folder, with time, metrics and reference rows.
 
-    Column ``setting`` is empty. Raises KairosError if the results are incomplete.
+    Snapshots of step 0 are left out. Column ``setting`` is empty. Raises KairosError if the results are incomplete.
     """
     experiment = load(folder / "experiment.yaml")
     results = collect(experiment, folder)
@@ -84,83 +88,109 @@ def read_experiment(folder: Path) -> pd.DataFrame:
 
 
 def log_values_at(rows: pd.DataFrame, metric: str, time: float) -> "pd.Series[float]":
-    """Return the logarithm of a metric at a time, by seed; NaN for a training run that ended earlier."""
+    """Return the logarithm of a metric at a time, interpolated between snapshots, by seed.
+
+    The value is NaN for a training run that ended earlier. Before the first snapshot it is that of the first snapshot.
+    `rows` are the snapshots of one method and setting.
+    """
     values = {}
-    for seed, of_seed in rows.sort_values("time").groupby("seed"):
-        values[seed] = np.interp(math.log(time), np.log(of_seed["time"]), np.log(of_seed[metric]), right=math.nan)
+    for seed, seed_rows in rows.sort_values("time").groupby("seed"):
+        values[seed] = np.interp(math.log(time), np.log(seed_rows["time"]), np.log(seed_rows[metric]), right=math.nan)
     return pd.Series(values, dtype=float)
 
 
 def log_times_to_reach(rows: pd.DataFrame, metric: str, targets: "pd.Series[float]") -> "pd.Series[float]":
-    """Return the logarithm of the time to reach log values `targets`, by seed; NaN if they are not reached."""
+    """Return the logarithm of the time at which a metric first reaches its target, by seed; NaN if it does not.
+
+    Args:
+        rows: snapshots of one method and setting.
+        metric: column of the metric, of which lower is better.
+        targets: logarithm of the value to reach, by seed.
+    """
     times = {}
-    for seed, of_seed in rows.sort_values("time").groupby("seed"):
-        times[seed] = crossing_cost(
-            np.log(of_seed["time"].to_numpy()), np.log(of_seed[metric].to_numpy()), targets[seed]
-        )
+    for seed, seed_rows in rows.sort_values("time").groupby("seed"):
+        log_times = np.log(seed_rows["time"].to_numpy())
+        log_values = np.log(seed_rows[metric].to_numpy())
+        times[seed] = crossing_cost(log_times, log_values, targets[seed])
     return pd.Series(times, dtype=float)
 
 
 def summarise_log_ratios(log_ratios: "pd.Series[float]") -> dict[str, float]:
-    """Return geometric mean over seeds, its 95 % interval, and p of a two-sided t-test; NaN if a seed has no value."""
-    mean, spread, p = log_ratios.mean(skipna=False), math.nan, math.nan
+    """Return ``ratio``, the geometric mean over seeds, its 95 % interval ``low`` to ``high``, and ``p``.
+
+    p is of a two-sided t-test. All are NaN if a seed has no value. Interval and p are NaN for a single seed, and if all
+    ratios are 1. `log_ratios` are logarithms by seed.
+    """
+    mean, margin, p = log_ratios.mean(skipna=False), math.nan, math.nan
     if len(log_ratios) > 1 and log_ratios.any() and not math.isnan(mean):  # a method compared with itself has no p
-        spread = log_ratios.sem() * stats.t.ppf(1 - LEVEL / 2, len(log_ratios) - 1)
+        margin = log_ratios.sem() * stats.t.ppf(1 - LEVEL / 2, len(log_ratios) - 1)
         p = stats.ttest_1samp(log_ratios, 0).pvalue
-    return {"ratio": math.exp(mean), "low": math.exp(mean - spread), "high": math.exp(mean + spread), "p": p}
+    return {"ratio": math.exp(mean), "low": math.exp(mean - margin), "high": math.exp(mean + margin), "p": p}
 
 
 def iterate_metrics(rows: pd.DataFrame) -> Iterator[tuple[str, str, dict[Any, pd.DataFrame], float, str]]:
-    """Yield setting, metric, rows by method, time of uniform's last snapshot, and best fixed method at that time."""
-    for (setting,), of_setting in rows.groupby(["setting"]):
-        methods = dict(list(of_setting.groupby("method")))
-        whole = methods["uniform"]["time"].max()
-        fixed = [name for name in FIXED if name in methods]
+    """Yield setting, metric, rows by method, time of uniform's last snapshot, and best fixed method at that time.
+
+    The best fixed method is uniform if the setting has none of `FIXED`. A metric that a snapshot of uniform lacks is
+    left out.
+    """
+    for (setting,), setting_rows in rows.groupby(["setting"]):
+        rows_by_method = dict(list(setting_rows.groupby("method")))
+        end_time = rows_by_method["uniform"]["time"].max()
+        fixed_methods = [name for name in FIXED if name in rows_by_method]
         for metric in METRICS:
-            if methods["uniform"][metric].notna().all():
-                best = min(
-                    fixed, key=lambda name: log_values_at(methods[name], metric, whole).mean(), default="uniform"
-                )
-                yield setting, metric, methods, whole, best
+            if rows_by_method["uniform"][metric].isna().any():
+                continue
+            final_values = {
+                name: log_values_at(rows_by_method[name], metric, end_time).mean() for name in fixed_methods
+            }
+            best_fixed = min(final_values, key=lambda name: final_values[name], default="uniform")
+            yield setting, metric, rows_by_method, end_time, best_fixed
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compare every method with uniform at equal time: ratio, its interval, p, and speed.
+    """Return a row per setting, metric and method, which compares the method with uniform at equal time.
 
-    Columns ``to_uniform`` and ``to_fixed`` are the speed relative to uniform and to the best fixed method, see
-    `log_speedups`.
+    The columns are ``value``, the geometric mean over seeds; ``ratio`` to uniform with ``low``, ``high`` and ``p``, see
+    `summarise_log_ratios`; and ``p_holm``, the corrected p. ``to_uniform`` and ``to_fixed`` are the speed relative to
+    uniform and to the best fixed method, see `log_speedups`. `rows` are the result of `read_round`.
     """
     table_rows = []
-    for setting, metric, methods, whole, best in iterate_metrics(rows):
-        for method, method_rows in methods.items():
-            value = log_values_at(method_rows, metric, whole)
+    for setting, metric, rows_by_method, end_time, best_fixed in iterate_metrics(rows):
+        uniform_rows, fixed_rows = rows_by_method["uniform"], rows_by_method[best_fixed]
+        uniform_values = log_values_at(uniform_rows, metric, end_time)
+        for method, method_rows in rows_by_method.items():
+            values = log_values_at(method_rows, metric, end_time)
+            log_ratios = (values - uniform_values).loc[values.index]  # only seeds of the method
+            speed_to_uniform = log_speedups(method_rows, uniform_rows, metric, end_time).mean(skipna=False)
+            speed_to_fixed = log_speedups(method_rows, fixed_rows, metric, end_time).mean(skipna=False)
             table_rows.append(
                 {
                     "setting": setting,
                     "metric": metric,
                     "method": method,
-                    "seeds": len(value),
-                    "value": math.exp(value.mean()),
-                    **summarise_log_ratios((value - log_values_at(methods["uniform"], metric, whole)).loc[value.index]),
-                    "best_fixed": best,
-                    "to_uniform": math.exp(
-                        log_speedups(method_rows, methods["uniform"], metric, whole).mean(skipna=False)
-                    ),
-                    "to_fixed": math.exp(log_speedups(method_rows, methods[best], metric, whole).mean(skipna=False)),
+                    "seeds": len(values),
+                    "value": math.exp(values.mean()),
+                    **summarise_log_ratios(log_ratios),
+                    "best_fixed": best_fixed,
+                    "to_uniform": math.exp(speed_to_uniform),
+                    "to_fixed": math.exp(speed_to_fixed),
                 }
             )
     return pd.DataFrame(table_rows).assign(p_holm=lambda all_: correct_after_holm(all_["p"].to_numpy()))
 
 
-def log_speedups(method_rows: pd.DataFrame, other: pd.DataFrame, metric: str, whole: float) -> "pd.Series[float]":
+def log_speedups(method_rows: pd.DataFrame, other: pd.DataFrame, metric: str, end_time: float) -> "pd.Series[float]":
     """Return the logarithm of a method's speed relative to another method, by seed.
 
-    If the method reaches the other's final value within the time `whole`, its speed is `whole` over the time to reach
-    it. Otherwise the speed is below 1: the time at which the other reaches this method's final value, over `whole`. So
-    no seed is left out.
+    If the method reaches the other's final value by `end_time`, its speed is `end_time` over the time to reach it.
+    Otherwise the speed is below 1: the time at which the other reaches this method's final value, over `end_time`. So
+    no seed is left out. `method_rows` and `other` are the snapshots of the two methods.
     """
-    speedup = math.log(whole) - log_times_to_reach(method_rows, metric, log_values_at(other, metric, whole))
-    slowdown = log_times_to_reach(other, metric, log_values_at(method_rows, metric, whole)) - math.log(whole)
+    other_final_values = log_values_at(other, metric, end_time)
+    method_final_values = log_values_at(method_rows, metric, end_time)
+    speedup = math.log(end_time) - log_times_to_reach(method_rows, metric, other_final_values)
+    slowdown = log_times_to_reach(other, metric, method_final_values) - math.log(end_time)
     return speedup.where(speedup >= 0, slowdown)
 
 
@@ -168,94 +198,103 @@ def goal(rows: pd.DataFrame, method: str) -> pd.DataFrame:
     """Compare a method with the best fixed method and with uniform: value at equal time, speed to their final values.
 
     The goal is to be at least as good as the best fixed method at equal time, and to reach both final values sooner.
-    Returns a row per metric, setting and question, with ratio, interval and p. Row ``all`` is the mean over settings.
+    Returns a row per metric, question and setting, with ratio, interval, p and corrected p. In rows of setting ``all``,
+    each seed has the geometric mean over settings.
     """
-    questions = "value over the best fixed", "speed to the best fixed", "speed to uniform"
+    # logarithms of ratios by seed, by metric and question, then by setting
     logs: dict[tuple[str, str], dict[str, pd.Series[float]]] = {}
-    best_fixed = {}
-    for setting, metric, methods, whole, best in iterate_metrics(rows):
-        method_rows, fixed = methods[method], methods[best]
-        best_fixed[setting, metric] = best
-        answers = (
-            log_values_at(method_rows, metric, whole) - log_values_at(fixed, metric, whole),
-            log_speedups(method_rows, fixed, metric, whole),
-            log_speedups(method_rows, methods["uniform"], metric, whole),
-        )
-        for question, answer in zip(questions, answers):
-            logs.setdefault((metric, question), {})[setting] = answer
-    answer_rows = [
-        {
-            "metric": metric,
-            "question": question,
-            "setting": setting,
-            "best_fixed": best_fixed.get((setting, metric), ""),
+    best_fixed_methods = {}
+    for setting, metric, rows_by_method, end_time, best_fixed in iterate_metrics(rows):
+        method_rows, fixed_rows = rows_by_method[method], rows_by_method[best_fixed]
+        best_fixed_methods[setting, metric] = best_fixed
+        method_values = log_values_at(method_rows, metric, end_time)
+        answers = {
+            "value over the best fixed": method_values - log_values_at(fixed_rows, metric, end_time),
+            "speed to the best fixed": log_speedups(method_rows, fixed_rows, metric, end_time),
+            "speed to uniform": log_speedups(method_rows, rows_by_method["uniform"], metric, end_time),
         }
-        | summarise_log_ratios(series)
-        for (metric, question), by_setting in logs.items()
-        for setting, series in [*by_setting.items(), ("all", pd.DataFrame(by_setting).mean(axis=1, skipna=False))]
-    ]
+        for question, answer in answers.items():
+            logs.setdefault((metric, question), {})[setting] = answer
+
+    answer_rows = []
+    for (metric, question), logs_by_setting in logs.items():
+        mean_over_settings = pd.DataFrame(logs_by_setting).mean(axis=1, skipna=False)
+        for setting, log_ratios in [*logs_by_setting.items(), ("all", mean_over_settings)]:
+            row = {
+                "metric": metric,
+                "question": question,
+                "setting": setting,
+                "best_fixed": best_fixed_methods.get((setting, metric), ""),
+            }
+            answer_rows.append(row | summarise_log_ratios(log_ratios))
     return pd.DataFrame(answer_rows).assign(p_holm=lambda all_: correct_after_holm(all_["p"].to_numpy()))
 
 
 def rates(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return a table per metric: ratio to uniform at factor 1, by method and by (setting, learning rate factor).
+    """Return a table per metric of ratios to uniform at learning rate factor 1, at equal time.
 
-    The rows of a factor are those of the setting ``<setting>_lr<factor>``. Only seeds and methods that every factor has
-    are included.
+    A row is a method, and a column is a pair of setting and factor. The setting ``<setting>_lr<factor>`` of `rows`
+    contains the snapshots of another factor than 1. Only seeds and methods that every factor has are included.
     """
     names = rows["setting"].str.extract(r"^(?P<setting>.*?)(?:_lr(?P<factor>.*))?$")
     rows = rows.assign(setting=names["setting"], factor=names["factor"].fillna("1").astype(float))
-    seeds = set.intersection(*(set(group_rows) for _, group_rows in rows.groupby("factor")["seed"]))
-    methods = set.intersection(*(set(group_rows) for _, group_rows in rows.groupby("factor")["method"]))
+    seeds = set.intersection(*(set(seeds_of_factor) for _, seeds_of_factor in rows.groupby("factor")["seed"]))
+    methods = set.intersection(*(set(methods_of_factor) for _, methods_of_factor in rows.groupby("factor")["method"]))
     rows = rows[rows["seed"].isin(seeds) & rows["method"].isin(methods)]
+    # ratios by metric, then by column, then by method
     ratios: dict[str, dict[tuple[str, float], dict[str, float]]] = {metric: {} for metric in METRICS}
     for metric, columns in ratios.items():
-        for setting, of_setting in rows.groupby("setting"):
-            rows_by_method_and_factor = dict(list(of_setting.groupby(["method", "factor"])))
-            whole = rows_by_method_and_factor["uniform", 1.0]["time"].max()
-            base = log_values_at(rows_by_method_and_factor["uniform", 1.0], metric, whole)
+        for setting, setting_rows in rows.groupby("setting"):
+            rows_by_method_and_factor = dict(list(setting_rows.groupby(["method", "factor"])))
+            uniform_rows = rows_by_method_and_factor["uniform", 1.0]
+            end_time = uniform_rows["time"].max()
+            uniform_values = log_values_at(uniform_rows, metric, end_time)
             for (method, factor), method_rows in rows_by_method_and_factor.items():
+                log_ratios = log_values_at(method_rows, metric, end_time) - uniform_values
                 column = columns.setdefault((setting, factor), {})
-                column[method] = summarise_log_ratios(log_values_at(method_rows, metric, whole) - base)["ratio"]
+                column[method] = summarise_log_ratios(log_ratios)["ratio"]
     return {metric: pd.DataFrame(columns).sort_index() for metric, columns in ratios.items()}
 
 
 def power(rows: pd.DataFrame, seeds: int, comparisons: int) -> pd.DataFrame:
-    """Analyse the statistical power of each setting and metric.
+    """Return a row per setting and metric with its statistical power.
 
-    Returns a row per setting and metric. It contains the standard deviation over seeds of a method's log ratio to
-    uniform, pooled over methods. It also contains the smallest true difference that `seeds` seeds detect at the
-    strictest level of Holm's correction for `comparisons` comparisons.
+    ``spread_of_log_ratio`` is the standard deviation over seeds of a method's log ratio to uniform, pooled over
+    methods. ``smallest_difference_%`` is the smallest true difference that `seeds` seeds detect at the strictest level
+    of Holm's correction for `comparisons` comparisons. ``uniform`` is uniform's value at the end; the rows of the
+    distance also contain the reference rows ``floor`` and ``gaussian``.
     """
     power_rows = []
-    for (setting,), of_setting in rows.groupby(["setting"]):
-        methods = dict(list(of_setting.groupby("method")))
-        base = methods.pop("uniform")
-        whole = base["time"].max()
+    for (setting,), setting_rows in rows.groupby(["setting"]):
+        rows_by_method = dict(list(setting_rows.groupby("method")))
+        uniform_rows = rows_by_method.pop("uniform")
+        end_time = uniform_rows["time"].max()
         for metric in METRICS:
-            if base[metric].isna().any():
+            if uniform_rows[metric].isna().any():
                 continue
-            changes = [
-                log_values_at(method_rows, metric, whole) - log_values_at(base, metric, whole)
-                for method_rows in methods.values()
-            ]
-            deviation = math.sqrt(np.nanmean([change.var() for change in changes]))
-            least = smallest_detectable_log_ratio(deviation, seeds, LEVEL / comparisons)
+            uniform_values = log_values_at(uniform_rows, metric, end_time)
+            variances = []  # over seeds, of each method's log ratio to uniform
+            for method_rows in rows_by_method.values():
+                log_ratios = log_values_at(method_rows, metric, end_time) - uniform_values
+                variances.append(log_ratios.var())
+            deviation = math.sqrt(np.nanmean(variances))
+            smallest_log_ratio = smallest_detectable_log_ratio(deviation, seeds, LEVEL / comparisons)
+            reference_rows = ("floor", "gaussian") if metric == "distance" else ()
             power_rows.append(
                 {
                     "setting": setting,
                     "metric": metric,
-                    "uniform": math.exp(log_values_at(base, metric, whole).mean()),
-                    **{name: base[f"ref_{name}"].iloc[0] for name in ("floor", "gaussian") if metric == "distance"},
+                    "uniform": math.exp(uniform_values.mean()),
+                    **{name: uniform_rows[f"ref_{name}"].iloc[0] for name in reference_rows},
                     "spread_of_log_ratio": deviation,
-                    "smallest_difference_%": 100 * math.expm1(least),
+                    "smallest_difference_%": 100 * math.expm1(smallest_log_ratio),
                 }
             )
     return pd.DataFrame(power_rows)
 
 
 def main() -> None:
-    """Read a round or a table, and print the selected evaluation."""
+    """Read a round or tables, and print the selected evaluation; write the table and the figure if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("round", choices=[*ROUNDS, "final"], help="final: of studies/tuned.py, with --table")
     parser.add_argument(
@@ -286,28 +325,32 @@ def main() -> None:
         parser.error(f"--table: {error.filename} cannot be read ({error.strerror}); pass files that --out has written")
     except ValueError:
         parser.error("--table: a file is not CSV; pass files that --out has written")
-    if missing_columns := sorted({"setting", "method", "seed", "time", *METRICS} - {*rows}) if arguments.table else []:
+    missing_columns = sorted({"setting", "method", "seed", "time", *METRICS} - {*rows})
+    if arguments.table and missing_columns:
         parser.error(f"--table: no column {', '.join(missing_columns)}; pass files that --out has written")
     if rows.empty:
         raise SystemExit(f"results/study_{arguments.round}_*: no results; run python studies/run.py {arguments.round}")
-    if arguments.goal and arguments.goal not in (known := sorted(rows["method"].unique())):
-        parser.error(f"--goal: got {arguments.goal}, allowed: {', '.join(known)}")
+    known_methods = sorted(rows["method"].unique())
+    if arguments.goal and arguments.goal not in known_methods:
+        parser.error(f"--goal: got {arguments.goal}, allowed: {', '.join(known_methods)}")
     if arguments.out:
         rows.to_csv(arguments.out, index=False, float_format="%.6g", lineterminator="\n")
     if arguments.rates:
         print(page.of_rates(rates(rows)))
         return
     if arguments.power:
-        shown = power(rows, arguments.seeds, arguments.comparisons)
+        evaluation = power(rows, arguments.seeds, arguments.comparisons)
+    elif arguments.goal:
+        evaluation = goal(rows, arguments.goal)
     else:
-        shown = goal(rows, arguments.goal) if arguments.goal else table(rows)
+        evaluation = table(rows)
     if arguments.figure:
-        page.draw(shown, arguments.figure, METRICS[:2], LEVEL)
+        page.draw(evaluation, arguments.figure, METRICS[:2], LEVEL)
     if arguments.page:
-        print(page.of_ratios(shown))
+        print(page.of_ratios(evaluation))
         return
     with pd.option_context("display.width", 200, "display.max_rows", None, "display.max_columns", None):
-        print(shown.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
+        print(evaluation.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
 
 
 if __name__ == "__main__":

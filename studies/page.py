@@ -12,43 +12,61 @@ SHOWN = 4  # the axis ends at 4 times uniform's value, and at a fourth of it
 
 
 def of_ratios(judged: pd.DataFrame) -> str:
-    """Return a table per metric: ratio to uniform at equal time, interval and corrected p; the best method first."""
+    """Return a Markdown table per metric, with a row per method and a column per setting, the best method first.
+
+    A cell contains the ratio to uniform at equal time, its interval and the corrected p, see `_cell`. `judged` is the
+    result of ``judge.table``.
+    """
     tables = {}
-    for metric, of_metric in judged.groupby("metric", sort=False):
-        cells = {(row.method, row.setting): row for row in of_metric.itertuples()}
-        settings, methods = sorted(of_metric["setting"].unique()), mean_ratios(of_metric).index
-        tables[metric] = pd.DataFrame(
-            [[_cell(cells.get((method, setting))) for setting in settings] for method in methods], methods, settings
-        )
+    for metric, metric_rows in judged.groupby("metric", sort=False):
+        rows_by_method_and_setting = {(row.method, row.setting): row for row in metric_rows.itertuples()}
+        settings = sorted(metric_rows["setting"].unique())
+        methods = mean_ratios(metric_rows).index
+        cells = []
+        for method in methods:
+            cells.append([_cell(rows_by_method_and_setting.get((method, setting))) for setting in settings])
+        tables[metric] = pd.DataFrame(cells, methods, settings)
     return _markdown(tables)
 
 
 def of_rates(ratios: dict[str, pd.DataFrame]) -> str:
-    """Return a table per metric: a row per method, a column per setting with its value at each rate."""
+    """Return a Markdown table per metric, with a row per method and a column per setting.
+
+    A cell contains the ratios to uniform at all learning rates of the setting, separated by commas. `ratios` is the
+    result of ``judge.rates``.
+    """
     tables = {}
-    for metric, of_metric in ratios.items():
-        tables[metric] = pd.DataFrame(index=of_metric.index)
-        for setting in of_metric.columns.unique(0):
-            of_setting = of_metric[setting]
-            column = f"{setting} at {', '.join(f'{factor:g}' for factor in of_setting.columns)}"
-            tables[metric][column] = of_setting.map("{:.3f}".format).agg(", ".join, axis=1)
+    for metric, ratios_of_metric in ratios.items():
+        tables[metric] = pd.DataFrame(index=ratios_of_metric.index)
+        for setting in ratios_of_metric.columns.unique(0):
+            ratios_of_setting = ratios_of_metric[setting]  # a column per factor of the learning rate
+            factors = ", ".join(f"{factor:g}" for factor in ratios_of_setting.columns)
+            texts = ratios_of_setting.map("{:.3f}".format)
+            tables[metric][f"{setting} at {factors}"] = texts.agg(", ".join, axis=1)
     return _markdown(tables)
 
 
 def mean_ratios(judged: pd.DataFrame) -> "pd.Series[float]":
-    """Return the geometric mean over settings of each method's ratio to uniform, the lowest first."""
-    return np.exp(np.log(judged["ratio"]).groupby(judged["method"]).mean()).sort_values()
+    """Return the geometric mean over settings of each method's ratio to uniform, by method, the lowest first."""
+    log_ratios = np.log(judged["ratio"])
+    return np.exp(log_ratios.groupby(judged["method"]).mean()).sort_values()
 
 
 def _markdown(tables: dict[Any, pd.DataFrame]) -> str:
-    parts = []
+    """Return tables of text in Markdown; the first column contains the index, with the table's name as header."""
+    blocks = []
     for name, table in tables.items():
-        head = [f"| {name} | {' | '.join(table.columns)} |", "|---" * (len(table.columns) + 1) + "|"]
-        parts.append("\n".join([*head, *(f"| {' | '.join(row)} |" for row in table.itertuples())]))
-    return "\n\n".join(parts)
+        lines = [f"| {name} | {' | '.join(table.columns)} |", "|---" * (len(table.columns) + 1) + "|"]
+        lines += [f"| {' | '.join(row)} |" for row in table.itertuples()]  # the index is the first item of a row
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def _cell(row: Any) -> str:
+    """Return the text of a row of ``judge.table``: ratio, interval and corrected p, such as ``0.950 (0.910 to 0.990)``.
+
+    A p of 1 is left out. For uniform, the text is its value. Without a row or a value it is ``not so far``.
+    """
     if row is None or math.isnan(row.value):
         return "not so far"
     if row.method == "uniform":
@@ -58,26 +76,33 @@ def _cell(row: Any) -> str:
 
 
 def draw(judged: pd.DataFrame, path: Path, metrics: Sequence[str], level: float) -> None:
-    """Draw ratios with intervals, a panel per metric and setting; dots are full if the corrected p is below `level`."""
+    """Write a figure of ratios to uniform, with intervals, to the file `path`: a panel per metric and setting.
+
+    Methods are ordered by their ratio in the first metric, the lowest at the top; uniform is left out. Dots are full if
+    the corrected p is below `level`. `judged` is the result of ``judge.table``.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     settings = sorted(judged["setting"].unique())
-    methods = [name for name in mean_ratios(judged[judged["metric"] == metrics[0]]).index[::-1] if name != "uniform"]
+    first_ratios = mean_ratios(judged[judged["metric"] == metrics[0]])
+    methods = [name for name in first_ratios.index[::-1] if name != "uniform"]  # from the bottom to the top
     figure = Figure(figsize=(3.2 * len(settings), 0.6 + 2 * (0.7 + 0.22 * len(methods))), layout="constrained", dpi=150)
     panels = figure.subplots(len(metrics), len(settings), sharey=True, squeeze=False)
-    for metric, of_metric in zip(metrics, panels):
-        for setting, axes in zip(settings, of_metric):
-            of_setting = judged[(judged["metric"] == metric) & (judged["setting"] == setting)].set_index("method")
+    for metric, panels_of_metric in zip(metrics, panels):
+        for setting, axes in zip(settings, panels_of_metric):
+            is_in_panel = (judged["metric"] == metric) & (judged["setting"] == setting)
+            panel_rows = judged[is_in_panel].set_index("method")
             for height, method in enumerate(methods):
-                if method in of_setting.index and not math.isnan(of_setting["ratio"][method]):
-                    ratio, low, high, p = of_setting.loc[method, ["ratio", "low", "high", "p_holm"]]
+                if method in panel_rows.index and not math.isnan(panel_rows["ratio"][method]):
+                    ratio, low, high, p = panel_rows.loc[method, ["ratio", "low", "high", "p_holm"]]
                     axes.plot([low, high], [height, height], color="C0", lw=1.5)
                     axes.plot(ratio, height, "o", color="C0", ms=5, mfc="C0" if p < level else "white")
             axes.axvline(1, color="0.5", lw=1)
-            ends = of_setting["low"].clip(1 / SHOWN, 1).min(), of_setting["high"].clip(1, SHOWN).max()
+            left = panel_rows["low"].clip(1 / SHOWN, 1).min()
+            right = panel_rows["high"].clip(1, SHOWN).max()
             axes.set(xscale="log", yticks=range(len(methods)), yticklabels=methods, title=f"{setting}: {metric}")
-            axes.set_xlim(ends[0] ** 1.05 / 1.005, ends[1] ** 1.05 * 1.005)
+            axes.set_xlim(left**1.05 / 1.005, right**1.05 * 1.005)  # a margin on the logarithmic axis
             axes.xaxis.set_major_locator(MaxNLocator(5))
             axes.xaxis.set_major_formatter("{x:.4g}")
             axes.xaxis.set_minor_locator(NullLocator())

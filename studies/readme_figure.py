@@ -47,19 +47,28 @@ LABEL_OFFSETS = {
 
 
 def read_results() -> pd.DataFrame:
-    """Return the rows of the second and third round, which judge with ten seeds."""
+    """Return the committed rows of the second and third round, whose ten seeds are equal; see `judge.read_round`."""
     return pd.concat((pd.read_csv(STUDIES / f"results/{name}.csv") for name in ("second", "third")), ignore_index=True)
 
 
 def final_ratios(judged: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per method of the setting: ratios of distance and validation loss, intervals, p, and speed."""
-    of_setting = judged[judged["setting"] == SETTING]
-    tables = {metric: of_setting[of_setting["metric"] == metric].set_index("method") for metric in judge.METRICS[:2]}
+    """Return a row per method of the setting, the lowest ratio of the distance first.
+
+    The columns are pairs of a metric, ``distance`` or ``val_loss``, and a column of `judge.table`: ratio, interval, p
+    and speed.
+    """
+    setting_rows = judged[judged["setting"] == SETTING]
+    tables = {}
+    for metric in judge.METRICS[:2]:
+        tables[metric] = setting_rows[setting_rows["metric"] == metric].set_index("method")
     return pd.concat(tables, axis="columns").sort_values(("distance", "ratio"))
 
 
 def markdown(ratios: pd.DataFrame) -> str:
-    """Return the table of the README: distance, validation loss and speed relative to uniform."""
+    """Return the table of the README in Markdown: distance, validation loss and speed relative to uniform.
+
+    `ratios` is the result of `final_ratios`.
+    """
     lines = ["| strategy | distance | validation loss | speed |", "|---|---|---|---|"]
     for method, row in ratios.iterrows():
         cells = [_ratio(row["distance"], 2), _ratio(row["val_loss"], 3), f"{row['distance', 'to_uniform']:.1f}"]
@@ -68,6 +77,7 @@ def markdown(ratios: pd.DataFrame) -> str:
 
 
 def _ratio(row: pd.Series, digits: int) -> str:
+    """Return the text of a ratio with its interval, bold if the corrected p is below 0.05; uniform has no interval."""
     text = f"{row['ratio']:.{digits}f}"
     if math.isnan(row["p_holm"]):
         return text
@@ -76,16 +86,26 @@ def _ratio(row: pd.Series, digits: int) -> str:
 
 
 def draw(rows: pd.DataFrame, ratios: pd.DataFrame, path: Path) -> None:
-    """Draw distances during training, and both final ratios of each method, with 95 % intervals."""
+    """Write a figure to the file `path`: distances during training, and both final ratios of each method.
+
+    Curves and ratios have 95 % intervals.
+
+    Args:
+        rows: rows of `read_results`, for the distances during training.
+        ratios: rows of `final_ratios`.
+        path: the file.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=120)
     curves, trade_off = figure.subplots(1, 2)
-    of_setting = rows[rows["setting"] == SETTING]
+
+    # left: distances during training
+    setting_rows = rows[rows["setting"] == SETTING]
     for method, colour in COLOURS.items():
-        _draw_curve(curves, of_setting[of_setting["method"] == method], colour, NAMES[method])
-    _mark_speed(curves, of_setting, ratios.loc["coarse_to_fine", ("distance", "to_uniform")])
-    reference = of_setting.iloc[0]
+        _draw_curve(curves, setting_rows[setting_rows["method"] == method], colour, NAMES[method])
+    _mark_speed(curves, setting_rows, ratios.loc["coarse_to_fine", ("distance", "to_uniform")])
+    reference = setting_rows.iloc[0]  # all rows contain the reference rows
     for name, meaning in (("ref_gaussian", "a Gaussian with the data's moments"), ("ref_floor", "real images")):
         curves.axhline(reference[name], color="0.6", lw=1, ls="--")
         curves.text(3000, reference[name] * 1.03, meaning, ha="right", va="bottom", fontsize=8, color="0.4")
@@ -100,6 +120,7 @@ def draw(rows: pd.DataFrame, ratios: pd.DataFrame, path: Path) -> None:
     _set_ticks(curves.yaxis, [0.2, 0.5, 1, 2, 3])
     curves.legend(loc="lower left", bbox_to_anchor=(0, 0.08), fontsize=8, frameon=False)
 
+    # right: final ratios, a cross of two intervals for each method
     for method, row in ratios.iterrows():
         colour = COLOURS.get(method, "0.5")
         distance, loss = row["distance"], row["val_loss"]
@@ -128,19 +149,23 @@ def draw(rows: pd.DataFrame, ratios: pd.DataFrame, path: Path) -> None:
 
 
 def _draw_curve(axes, rows: pd.DataFrame, colour: str, label: str) -> None:
-    """Draw the geometric mean of a method's distance over seeds, and its 95 % interval."""
+    """Draw the geometric mean of a method's distance over seeds, by time, and its 95 % interval."""
     logs = rows.assign(log=np.log(rows["distance"])).groupby("time")["log"].agg(["mean", "sem", "count"])
     margin = logs["sem"] * stats.t.ppf(1 - judge.LEVEL / 2, logs["count"] - 1)
-    axes.fill_between(
-        logs.index, np.exp(logs["mean"] - margin), np.exp(logs["mean"] + margin), color=colour, alpha=0.15
-    )
+    low, high = np.exp(logs["mean"] - margin), np.exp(logs["mean"] + margin)
+    axes.fill_between(logs.index, low, high, color=colour, alpha=0.15)
     axes.plot(logs.index, np.exp(logs["mean"]), "o-", color=colour, ms=4, lw=1.5, label=label)
 
 
 def _mark_speed(axes, rows: pd.DataFrame, speed: float) -> None:
-    """Draw an arrow from uniform's final distance back to the time at which `coarse_to_fine` reaches this distance."""
-    uniform = rows[(rows["method"] == "uniform") & (rows["time"] == rows[rows["method"] == "uniform"]["time"].max())]
-    end, value = uniform["time"].iloc[0], np.exp(np.log(uniform["distance"]).mean())
+    """Draw an arrow from uniform's final distance back to the time at which `coarse_to_fine` reaches this distance.
+
+    This time is the time of uniform's last snapshot over `speed`, which the label of the arrow contains.
+    """
+    uniform = rows[rows["method"] == "uniform"]
+    end = uniform["time"].max()
+    final_distances = uniform[uniform["time"] == end]["distance"]
+    value = np.exp(np.log(final_distances).mean())
     axes.annotate(
         "", (end / speed, value), (end, value), arrowprops={"arrowstyle": "->", "color": COLOURS["coarse_to_fine"]}
     )
@@ -157,6 +182,7 @@ def _mark_speed(axes, rows: pd.DataFrame, speed: float) -> None:
 
 
 def _set_ticks(axis, values: list[float]) -> None:
+    """Give a logarithmic axis ticks with labels at some values, and no minor ticks."""
     from matplotlib.ticker import NullLocator
 
     axis.set_ticks(values, labels=[f"{value:,g}" for value in values])

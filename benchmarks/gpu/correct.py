@@ -83,7 +83,7 @@ class Correct:
         self._references: dict[str, dict[str, Any]] = {}
 
     def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """Return all rows, the most valuable first."""
+        """Return the function that measures each row, by the label of the row, the most valuable first."""
         rows: dict[str, Callable[[], dict[str, Any]]] = {}
         short = self.part.short
         for name, model in BACKBONES.items():
@@ -102,7 +102,7 @@ class Correct:
         for name in WEIGHTINGS:
             rows[f"weighting {name}"] = lambda name=name: self.all_precisions(experiment(DIT, weighting={"name": name}))
         for process, scheme in SCHEMES:
-            rows[f"scheme {scheme} of {process}"] = lambda given=(process, scheme): self.scheme(*given)
+            rows[f"scheme {scheme} of {process}"] = lambda names=(process, scheme): self.scheme(*names)
         rows |= {
             "draws in a CUDA graph": self.graphed,
             "unweighted vlb term": lambda: self.against_cpu(
@@ -136,7 +136,11 @@ class Correct:
         return rows
 
     def all_precisions(self, plain: dict[str, Any], judged: bool = True) -> dict[str, Any]:
-        """Run `against_cpu` in fp32, tf32 and bf16; raise AssertionError for those that are wrong."""
+        """Run `against_cpu` in fp32, tf32 and bf16, and return the results by precision; the short form runs fp32 only.
+
+        Raises:
+            AssertionError: at least one precision fails; all of them have run.
+        """
         results, failures = {}, []
         for precision in ("fp32",) if self.part.short else ("fp32", "tf32", "bf16"):
             plain["training"]["precision"] = precision
@@ -148,10 +152,13 @@ class Correct:
         return results
 
     def against_cpu(self, plain: dict[str, Any], judged: bool = True, reference: str = "fp32") -> dict[str, Any]:
-        """Train some steps on the CPU and on the device, and compare losses and gradients.
+        """Train some steps on the CPU and on the device; return the relative differences of losses and gradients.
+
+        The result also contains ``norm``, the norm of the gradient on the CPU. Results of the CPU are kept for other
+        rows with equal settings.
 
         Args:
-            plain: the experiment.
+            plain: the experiment; its batch size and clipping are changed.
             judged: True if the steps after the first have to agree too.
             reference: precision on the CPU.
 
@@ -161,26 +168,40 @@ class Correct:
         settings = plain["training"]
         settings["batch_size"] = self.batch
         settings["optimizer"]["grad_clip"] = None
+        # reference on the CPU
         key = json.dumps([plain["model"], plain["diffusion"], plain["methods"], settings["condition_dropout"]])
-        if key + reference not in self._references:
-            changed = {**plain, "training": {**settings, "precision": reference, "compile": False}}
-            self._references[key + reference] = self.trained(changed, torch.device("cpu"))
-        expected, measured = self._references[key + reference], self.trained(plain, self.device)
-        distance = (measured["gradient"] - expected["gradient"]).norm() / expected["gradient"].norm()
-        losses = [abs(a - b) / abs(b) for a, b in zip(measured["losses"], expected["losses"], strict=True)]
+        key += reference
+        if key not in self._references:
+            reference_plain = {**plain, "training": {**settings, "precision": reference, "compile": False}}
+            self._references[key] = self.trained(reference_plain, torch.device("cpu"))
+        expected = self._references[key]
+
+        # relative differences
+        measured = self.trained(plain, self.device)
+        gradient_norm = expected["gradient"].norm()
+        gradient_difference = (measured["gradient"] - expected["gradient"]).norm() / gradient_norm
+        loss_differences = []
+        for loss, expected_loss in zip(measured["losses"], expected["losses"], strict=True):
+            loss_differences.append(abs(loss - expected_loss) / abs(expected_loss))
         differences = {
-            "loss": losses[0],
-            "gradient": float(distance),
-            "later losses": max(losses[1:]),
-            "norm": float(expected["gradient"].norm()),
+            "loss": loss_differences[0],
+            "gradient": float(gradient_difference),
+            "later losses": max(loss_differences[1:]),
+            "norm": float(gradient_norm),
         }
-        loss, gradient = ALLOWED.get(settings["precision"], (1e-5, 1e-5))  # fp64: times are embedded in float32
-        checks = {"loss": loss, "gradient": gradient, "later losses": 10 * loss if judged else float("inf")}
-        failures = [
-            f"{name} {differences[name]:.3g}, allowed {most:g}"
-            for name, most in checks.items()
-            if not differences[name] <= most
-        ]
+
+        # tolerances
+        fp64_tolerances = (1e-5, 1e-5)  # times are embedded in float32
+        allowed_loss, allowed_gradient = ALLOWED.get(settings["precision"], fp64_tolerances)
+        tolerances = {
+            "loss": allowed_loss,
+            "gradient": allowed_gradient,
+            "later losses": 10 * allowed_loss if judged else float("inf"),
+        }
+        failures = []
+        for name, tolerance in tolerances.items():
+            if not differences[name] <= tolerance:  # also true for NaN
+                failures.append(f"{name} {differences[name]:.3g}, allowed {tolerance:g}")
         if failures:
             raise AssertionError("; ".join(failures))
         return {name: float(f"{value:.3g}") for name, value in differences.items()}
@@ -198,34 +219,40 @@ class Correct:
         return {"losses": losses, "gradient": gradient}
 
     def sampler(self, name: str) -> dict[str, Any]:
+        """Run `all_precisions` with a sampler; if it learns, later losses need not agree."""
         sampler = {"name": name, **MEASURES.get(name, {})}
         learned = name in MEASURES or name.startswith(("loss", "info"))
         return self.all_precisions(experiment(DIT, sampler=sampler), judged=not learned)
 
     def graphed(self) -> dict[str, Any]:
         """Check that a CUDA graph of a fixed strategy's draw gives the draw of another step when it is replayed."""
-        worst, names = 0.0, [name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity)]
+        largest_difference = 0.0
+        names = [name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity)]
         x0 = torch.zeros(self.batch, *self.shape)
+        x0_on_device = x0.to(self.device)
         for name in names:
-            strategy, step = Strategy(name, "cosine"), torch.zeros((), dtype=torch.int64, device=self.device)
-            here, wanted = x0.to(self.device), strategy.draw(x0, step=torch.tensor(7)).fractions
-            strategy.draw(here, step=step)  # tables go to the device once
+            strategy = Strategy(name, "cosine")
+            step = torch.zeros((), dtype=torch.int64, device=self.device)
+            expected = strategy.draw(x0, step=torch.tensor(7)).fractions
+            strategy.draw(x0_on_device, step=step)  # moves tables to the device once
             if self.device.type == "cuda":
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    draw = strategy.draw(here, step=step)
+                    draw = strategy.draw(x0_on_device, step=step)
                 step.fill_(7)
                 graph.replay()
             else:
-                draw = strategy.draw(here, step=step.fill_(7))
-            worst = max(worst, float((draw.fractions.cpu() - wanted).abs().max()))
-        assert worst <= 1e-6, f"fractions {worst:.3g}, allowed 1e-6"
-        return {"strategies": len(names), "fractions": worst}
+                draw = strategy.draw(x0_on_device, step=step.fill_(7))
+            difference = float((draw.fractions.cpu() - expected).abs().max())
+            largest_difference = max(largest_difference, difference)
+        assert largest_difference <= 1e-6, f"fractions {largest_difference:.3g}, allowed 1e-6"
+        return {"strategies": len(names), "fractions": largest_difference}
 
     @torch.inference_mode()
     def scheme(self, process: str, scheme: str) -> dict[str, Any]:
         """Check that guided images of ten steps are equal to 1e-3 on CPU and device, from equal noise."""
-        plain, images = experiment(BACKBONES["dit with classes"], process={"name": process}), []
+        plain = experiment(BACKBONES["dit with classes"], process={"name": process})
+        images = []  # of the CPU and of the device
         for device in (torch.device("cpu"), self.device):
             setup(device, True)
             batch_of_images = SampledBatch(
@@ -238,16 +265,18 @@ class Correct:
 
     def microbatch(self) -> dict[str, Any]:
         """Check that micro-batches of an eighth give the gradient of the whole batch."""
-        whole, parts = (
-            self.trained(experiment(DIT, batch_size=self.batch, microbatch=size), self.device)
-            for size in (None, self.batch // 8)
-        )
-        distance = float((whole["gradient"] - parts["gradient"]).norm() / whole["gradient"].norm())
+        whole_batch = self.trained(experiment(DIT, batch_size=self.batch, microbatch=None), self.device)
+        micro_batches = self.trained(experiment(DIT, batch_size=self.batch, microbatch=self.batch // 8), self.device)
+        expected, measured = whole_batch["gradient"], micro_batches["gradient"]
+        distance = float((expected - measured).norm() / expected.norm())
         assert distance <= 1e-4, f"gradient {distance:.3g}, allowed 1e-4"
         return {"gradient": float(f"{distance:.3g}")}
 
     def resume(self, backbone: str = "dit", **changes: Any) -> dict[str, Any]:
-        """Check that a training run that is killed between two checkpoints ends bit for bit as an undisturbed one."""
+        """Check that a training run that is killed between two checkpoints ends bit for bit as an undisturbed one.
+
+        Differences of compiled models are reported, but are no failure. `changes` are arguments of `experiment`.
+        """
         count, every, killed_at = (12, 5, 8) if self.part.short else (60, 20, 50)
         model = DIT if backbone == "dit" else UNET  # with its dropout
         plain = experiment(
@@ -259,8 +288,10 @@ class Correct:
         self.wait(self.child(order | {"out": str(folder / "killed"), "kill_at": killed_at}), -signal.SIGKILL)
         self.wait(self.child(order | {"out": str(folder / "killed")}))
         self.wait(undisturbed)
-        one, other = (read_json(folder / name / "training.json") for name in ("undisturbed", "killed"))
-        differ = [name for name, digest in one["components"].items() if other["components"][name] != digest]
+        hashes, resumed_hashes = (
+            read_json(folder / name / "training.json")["components"] for name in ("undisturbed", "killed")
+        )
+        differ = [name for name, digest in hashes.items() if resumed_hashes[name] != digest]
         if differ and plain["training"]["compile"]:
             return {"differ": differ, "note": "compiled: not promised to be bit-exact (provenance says so)"}
         assert not differ, f"{', '.join(differ)} differ from the undisturbed training's"
@@ -268,15 +299,17 @@ class Correct:
 
     def nccl(self) -> dict[str, Any]:
         """Check that DistributedDataParallel of one process, over NCCL on a GPU, changes no bit."""
-        outs, started = [self.data.folder / f"wrapped {wrapped}" for wrapped in (False, True)], []
-        for out, wrapped in zip(outs, (False, True)):
+        outs, processes = [], []
+        for wrapped in (False, True):
+            out = self.data.folder / f"wrapped {wrapped}"
             order = {"steps": self.steps, "wrapped": wrapped, "device": str(self.device), "out": str(out)}
             latents, plain = self.data.path(self.shape, 64, pixels=True), experiment(DIT, batch_size=self.batch)
-            started.append(self.child(order | {"latents": str(latents), "plain": plain}))
-        for process in started:
+            processes.append(self.child(order | {"latents": str(latents), "plain": plain}))
+            outs.append(out)
+        for process in processes:
             self.wait(process)
-        one, other = (read_json(out / "hashes.json") for out in outs)
-        assert one == other, f"{one} {other}"
+        hashes, wrapped_hashes = (read_json(out / "hashes.json") for out in outs)
+        assert hashes == wrapped_hashes, f"{hashes} {wrapped_hashes}"
         return {"backend": "nccl" if self.device.type == "cuda" else "gloo", "bit_exact": True}
 
     def out_of_memory(self) -> dict[str, Any]:
@@ -312,6 +345,7 @@ class Correct:
         return self.children[-1]
 
     def wait(self, process: ForkServerProcess, status: int = 0) -> None:
+        """Wait for the end of a process; raise AssertionError if its exit status is another one."""
         process.join()
         assert process.exitcode == status, f"status {process.exitcode}, expected {status}; see standard error"
 
@@ -324,7 +358,7 @@ class Killed(StopRequest):
         self._left = after
 
     def reason_to_stop(self, saving: float) -> str:
-        """Count a step, and kill the process after the last one."""
+        """Count a step, and kill the process at the last one; before that, return "", which means to continue."""
         self._left -= 1
         if not self._left:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -332,7 +366,10 @@ class Killed(StopRequest):
 
 
 def processes() -> dict[str, dict[str, Any]]:
-    """Return settings of every process with every prediction, and of every noise schedule."""
+    """Return keyword arguments of `experiment` for every process with every prediction, and for noise schedules.
+
+    The keys are labels of rows, such as ``edm`` or ``discrete cosine``.
+    """
     settings = {}
     for name, entry in PROCESSES.items():
         for prediction in entry.facts.get("predictions", (None,)):  # None: the process has one prediction target
@@ -343,16 +380,20 @@ def processes() -> dict[str, dict[str, Any]]:
 
 
 def obey(order: dict[str, Any]) -> None:
-    """Run the order of `Correct.child`: a training run, or some steps with DistributedDataParallel."""
+    """Run the order of `Correct.child` in this process.
+
+    An order without ``steps`` is a training run, which is killed after ``kill_at`` steps if the order contains them. An
+    order with ``steps`` trains some steps, with DistributedDataParallel if ``wrapped``, and writes hashes.json.
+    """
     latents = Path(order["latents"])
     if "steps" not in order:
-        leave = Killed(order["kill_at"]) if "kill_at" in order else None
+        stop_request = Killed(order["kill_at"]) if "kill_at" in order else None
         train(
             read_run_settings(order["plain"], "method", 0),
             Path(order["out"]),
             latents,
             order["milestones"],
-            stop_request=leave,
+            stop_request=stop_request,
         )
         return
     from kairos.data.latents import open_latents
@@ -361,9 +402,9 @@ def obey(order: dict[str, Any]) -> None:
     setup(device, True)
     training = training_of(order["plain"], open_latents(latents), device)
     if order["wrapped"]:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]  # a free port
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         training.ddp_network = torch.nn.parallel.DistributedDataParallel(training.network)
@@ -375,6 +416,7 @@ def obey(order: dict[str, Any]) -> None:
 
 
 def main() -> int:
+    """Run the part; return 1 if a row fails, else 0."""
     part = Part("correct", "CPU against device, resume, memory, NCCL", arguments(__doc__))
     with Data() as data:
         correct = Correct(part, data)

@@ -73,7 +73,14 @@ class Part:
         return self._budget - (time.monotonic() - self._begun)
 
     def run(self, rows: dict[str, Callable[[], dict[str, Any]]]) -> int:
-        """Run the rows; return 1 if one of them failed, else 0."""
+        """Run the rows that the command line selects, in order; return 1 if one of them failed, else 0.
+
+        Rows after the end of the budget are recorded as not reached. The record is written after each row, and a
+        summary is printed. A process that hangs for 20 s after the budget is ended.
+
+        Args:
+            rows: functions that measure a row and return its columns, by the label of the row.
+        """
         names = [name for name in rows if not self._only or any(word in name for word in self._only)]
         gc.freeze()  # `free` collects after each row; modules and what the part has built stay
         faulthandler.dump_traceback_later(self._budget + SPARE, exit=True)  # a call that hangs ends the process
@@ -92,6 +99,10 @@ class Part:
         return int(bool(failed))
 
     def _run_rows(self, names: list[str], rows: dict[str, Callable[[], dict[str, Any]]]) -> None:
+        """Run rows in order until the budget is used up; write the record after each.
+
+        A row that raises an error is recorded as failed or, after `Skipped`, as skipped.
+        """
         for number, name in enumerate(names):
             self.content["not_reached"] = names[number:]
             if self.left <= 0:
@@ -111,17 +122,19 @@ class Part:
             free(self.device)
 
     def _write(self) -> None:
+        """Write the JSON record with the seconds so far."""
         self.content["seconds"] = round(time.monotonic() - self._begun, 1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.content)
 
 
 def _out_of_time(number: int, frame: object) -> None:
+    """Raise `_OutOfTime`, as a handler of the timer's signal."""
     raise _OutOfTime
 
 
 def arguments(about: str) -> argparse.Namespace:
-    """Parse the command line, which all parts share."""
+    """Parse the command line, whose options all parts share; `about` is the module's docstring."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds that the part may take")
@@ -132,7 +145,10 @@ def arguments(about: str) -> argparse.Namespace:
 
 
 def device_of(name: str) -> torch.device:
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    """Return the device with a name; ``auto`` is the GPU, or the CPU without one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -174,11 +190,13 @@ def setup(device: torch.device, deterministic: bool = False, precision: str = "f
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for the work on a GPU; nothing happens for the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def free(device: torch.device) -> None:
+    """Free the memory of unreachable objects, on the host and on the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -217,34 +235,34 @@ def experiment(
 def make_latents(
     folder: Path, shape: tuple[int, int, int], count: int, conditions: dict[str, dict[str, Any]], pixels: bool = False
 ) -> Path:
-    """Write `folder`/dataset and `folder`/latents of random numbers as stage encode does; return the latter.
+    """Write `folder`/dataset and `folder`/latents of random numbers as stage encode does; return `folder`/latents.
 
     `conditions` are described as in manifests. A condition that is an image is the image in low resolution.
     """
-    dataset, latents, random = folder / "dataset", folder / "latents", np.random.default_rng(0)
+    dataset, latents = folder / "dataset", folder / "latents"
+    random = np.random.default_rng(0)
     (dataset / "conditions").mkdir(parents=True)
     latents.mkdir()
     channels, height, width = shape
-    images = random.integers(0, 256, (count, height, width, channels) if pixels else (count, 1, 1, 1), dtype=np.uint8)
-    np.save(dataset / "images.npy", images)
-    files, stored = {}, {}
+    image_shape = (height, width, channels) if pixels else (1, 1, 1)  # a placeholder if training is on latents
+    np.save(dataset / "images.npy", random.integers(0, 256, (count, *image_shape), dtype=np.uint8))
+    files, stored_conditions = {}, {}
     for name, item in conditions.items():
         if item["kind"] == "image":
             files["low_mean.npy"] = ""
             np.save(latents / "low_mean.npy", random.standard_normal((count, *item["shape"]), np.float32))
             continue
-        of_class = item["kind"] == "class"
-        values = (
-            random.integers(0, item["num_classes"], count)
-            if of_class
-            else random.standard_normal((count, *item["shape"]), np.float32)
-        )
+        if item["kind"] == "class":
+            values = random.integers(0, item["num_classes"], count)
+        else:
+            values = random.standard_normal((count, *item["shape"]), np.float32)
         np.save(dataset / "conditions" / f"{name}.npy", values)
-        stored[name] = {**item, "file": f"conditions/{name}.npy"}
+        stored_conditions[name] = {**item, "file": f"conditions/{name}.npy"}
     np.save(dataset / "train.npy", np.arange(count))
     np.save(dataset / "heldout.npy", np.arange(0))
     content = sha256_json([shape, count, conditions, pixels])
-    write_json(dataset / "manifest.json", {"content_sha256": content, "count": count, "conditions": stored})
+    dataset_manifest = {"content_sha256": content, "count": count, "conditions": stored_conditions}
+    write_json(dataset / "manifest.json", dataset_manifest)
     if not pixels:
         np.save(latents / "mean.npy", random.standard_normal((count, *shape), np.float32))
         np.save(latents / "logvar.npy", np.full((count, *shape), -4.0, np.float32))
@@ -252,14 +270,15 @@ def make_latents(
     manifest = {
         "kind": "pixels" if pixels else "moments", "shape": list(shape), "count": count, "scaling_factor": 1.0,
         "shift_factor": 0.0, "flips": pixels, "autoencoder_sha256": "none", "dataset_sha256": content,
-        "content_sha256": content, "conditions": {**conditions, **stored}, "dataset": "../dataset", "files": files,
+        "content_sha256": content, "conditions": {**conditions, **stored_conditions}, "dataset": "../dataset",
+        "files": files,
     }  # fmt: skip
     write_json(latents / "manifest.json", manifest)
     return latents
 
 
 class Data:
-    """Synthetic data sets by shape, in a temporary folder that is deleted at the end of the process."""
+    """Synthetic data sets by shape, in a temporary folder that is deleted at the end of the ``with`` block."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kairos-gpu-"))
@@ -278,16 +297,22 @@ class Data:
         pixels: bool = False,
         conditions: dict[str, dict[str, Any]] | None = None,
     ) -> Path:
+        """Return the folder of latents of a data set with `count` images, which is written at the first call.
+
+        `conditions` are described as in manifests; None: a class condition with `classes` classes.
+        """
         if conditions is None:
             conditions = {"class": {"kind": "class", "num_classes": classes}}
         folder = self.folder / sha256_json([shape, count, conditions, pixels])[:16]
         return folder / "latents" if folder.exists() else make_latents(folder, shape, count, conditions, pixels)
 
     def open(self, *arguments: Any, **keywords: Any) -> Latents:
+        """Open the latents of a data set with the arguments of `path`."""
         return open_latents(self.path(*arguments, **keywords))
 
 
 def training_of(plain: dict[str, Any], latents: Latents, device: torch.device, seed: int = 0) -> TrainingState:
+    """Return a new training run of an experiment, from `experiment`."""
     return TrainingState(read_run_settings(plain, "method", seed), latents, device)
 
 
@@ -317,13 +342,13 @@ def compare_alternately(
         By variant: milliseconds per step (median over blocks), the ratio of its time to the base's in the same round
         (median), and the range of that ratio.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}  # per step, of each round
     for _ in range(rounds):
         for name, run in variants.items():
             seconds[name].append(run(steps) / steps)
     statistics_of_variants = {}
     for name, values in seconds.items():
-        ratios = [value / one for value, one in zip(values, seconds[base], strict=True)]
+        ratios = [value / base_value for value, base_value in zip(values, seconds[base], strict=True)]
         statistics_of_variants[name] = {
             "ms_per_step": round(1e3 * statistics.median(values), 4),
             "ratio": round(statistics.median(ratios), 4),
@@ -333,7 +358,11 @@ def compare_alternately(
 
 
 def synchronisations(device: torch.device, run: Callable[[], Any]) -> dict[str, Any] | None:
-    """Count how often, and where, `run` synchronises with the device; None without a GPU."""
+    """Call `run` and count how often, and where, it synchronises with the device; None without a GPU.
+
+    Returns:
+        ``count``, and ``places``: the counts of the eight most frequent lines of code, by ``<folder>/<file>:<line>``.
+    """
     if device.type != "cuda":
         run()
         return None
@@ -344,16 +373,19 @@ def synchronisations(device: torch.device, run: Callable[[], Any]) -> dict[str, 
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    locations = Counter(
-        "/".join(Path(one.filename).parts[-2:]) + f":{one.lineno}" for one in caught if "synchroniz" in str(one.message)
-    )
+    locations: Counter[str] = Counter()
+    for warning in caught:
+        if "synchroniz" in str(warning.message):
+            file = "/".join(Path(warning.filename).parts[-2:])
+            locations[f"{file}:{warning.lineno}"] += 1
     return {"count": sum(locations.values()), "places": dict(locations.most_common(8))}
 
 
 def idle_share(device: torch.device, run: Callable[[], Any]) -> float | None:
-    """Return the share of the time from the first to the last kernel of `run` without a running kernel.
+    """Call `run`; return the share of the time from its first to its last kernel without a running kernel.
 
-    The share is measured by torch.profiler, which costs the host some time: it is an upper bound.
+    The share is measured by torch.profiler, which costs the host some time: it is an upper bound. None without a GPU or
+    a kernel.
     """
     if device.type != "cuda":
         run()
@@ -363,12 +395,16 @@ def idle_share(device: torch.device, run: Callable[[], Any]) -> float | None:
         run()
         synchronize(device)
     cuda = torch.autograd.DeviceType.CUDA
-    kernels = [e for e in profile.events() if e.device_type == cuda and not getattr(e, "is_user_annotation", False)]
-    spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
+    spans = []  # start and end of each kernel
+    for event in profile.events():
+        if event.device_type == cuda and not getattr(event, "is_user_annotation", False):
+            spans.append((event.time_range.start, event.time_range.end))
     if not spans:
         return None
-    busy, end = 0.0, spans[0][0]
-    for begun, ended in spans:
-        busy += max(0.0, ended - max(begun, end))
-        end = max(end, ended)
-    return round(1 - busy / (end - spans[0][0]), 4)
+    spans.sort()
+    first_start, _ = spans[0]
+    busy, last_end = 0.0, first_start
+    for start, end in spans:  # kernels may overlap
+        busy += max(0.0, end - max(start, last_end))
+        last_end = max(last_end, end)
+    return round(1 - busy / (last_end - first_start), 4)

@@ -42,7 +42,11 @@ def find_packages() -> str:
 
 
 def _unpack_wheels(wheels: Path, cache: Path) -> Path:
-    """Unpack the wheels of a folder and return the folder with their packages."""
+    """Unpack the wheels of a folder below `cache`, and return the folder with their packages.
+
+    Raises:
+        SystemExit: the folder contains no wheels.
+    """
     files = sorted(wheels.glob("*.whl"))
     if not files:
         raise SystemExit(f"WHEELS: got {wheels}, allowed: a folder with wheels (*.whl)")

@@ -91,14 +91,17 @@ class SampledBatch:
         self.evaluations = 0
 
     def _counted(self, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Evaluate the guided network, and count the evaluation."""
         self.evaluations += 1
         return self.predict(x_t, t)
 
     def images(self) -> torch.Tensor:
+        """Sample the batch from its noise, and return the images; the noise is equal at every call."""
         estimate = DataPrediction(self.process, self._counted, False, self.precision)
         return self.solver.build(self.process, self.grid, estimate, self.noise)
 
     def network_alone(self, times: int) -> None:
+        """Evaluate the guided network a number of times on one noisy batch."""
         for _ in range(times):
             with compute.precision(self.precision, self.device):
                 self.predict(self.x_t, self.t)
@@ -111,21 +114,26 @@ class Sample:
         self.device, self.short = part.device, part.short
 
     def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Return the function that measures each row, by the label of the row; the short form has small models."""
         sizes = TINY if self.short else MODELS
         rows: dict[str, Callable[[], dict[str, Any]]] = {}
         for model, process, scheme, steps, guidance, precision in ROWS:
             if model in sizes:
                 count = min(steps, 3) if self.short else steps
                 label = f"{model} {process} {scheme} {count} guidance {guidance:g} {precision}"
-                given = (*sizes[model], process, scheme, count, guidance, precision)
-                rows[label] = lambda given=given: self.sample(*given)
+                settings = (*sizes[model], process, scheme, count, guidance, precision)
+                rows[label] = lambda settings=settings: self.sample(*settings)
         return rows
 
-    def sample(self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, *given: Any) -> dict[str, Any]:
-        """Return a row; the batch is halved until it fits."""
+    def sample(self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, *settings: Any) -> dict[str, Any]:
+        """Return a row, see `measured`; the batch is halved until it fits.
+
+        Raises:
+            Skipped: not even a batch of one image fits.
+        """
         while batch:
             try:
-                return self.measured(model, shape, batch, *given)
+                return self.measured(model, shape, batch, *settings)
             except torch.OutOfMemoryError:
                 pass
             free(self.device)
@@ -137,10 +145,17 @@ class Sample:
         self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, process_name: str, scheme: str,
         steps: int, guidance: float, precision: str,
     ) -> dict[str, Any]:  # fmt: skip
+        """Sample batches and evaluate the network alone, alternately; return the row.
+
+        `scheme` is the name of the solver, and `steps` its number of steps.
+
+        Raises:
+            torch.OutOfMemoryError: the batch does not fit.
+        """
         setup(self.device, False)
         plain = experiment(model, process={"name": process_name})
         batch_of_images = SampledBatch(plain, shape, batch, scheme, steps, guidance, precision, self.device)
-        batch_of_images.images()
+        batch_of_images.images()  # warm-up, which also counts the evaluations
         nfe = batch_of_images.evaluations
         timing = compare_alternately(
             {
@@ -160,6 +175,7 @@ class Sample:
         }
 
     def seconds(self, run: Callable[[], None], count: int) -> float:
+        """Return the seconds of `count` calls of `run`, including their work on the device."""
         synchronize(self.device)
         begun = time.perf_counter()
         for _ in range(count):
@@ -169,6 +185,7 @@ class Sample:
 
 
 def main() -> int:
+    """Run the part; return 1 if a row fails, else 0."""
     part = Part("sample", "sampling schemes beside the network alone, taking turns", arguments(__doc__))
     return part.run(Sample(part).rows())
 

@@ -74,20 +74,21 @@ class Step:
 
     def __init__(self, part: Part, data: Data):
         self.part, self.data, self.device = part, data, part.device
-        self.peaks: dict[str, float] = {}
+        self.peaks: dict[str, float] = {}  # operations per second by precision, from `peak`
         self.host = 0.0  # share of the last block in which the host was issuing work
 
     def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Return the function that measures each row, by the label of the row; the short form compiles no model."""
         sizes = TINY if self.part.short else SIZES
         rows: dict[str, Callable[[], dict[str, Any]]] = {"peak": self.peak}
         for name, precision, compiled in ROWS:
             if name in sizes and not (self.part.short and compiled):
                 label = f"{name} {precision}{' compiled' if compiled else ''}"
-                rows[label] = lambda given=(*sizes[name], precision, compiled): self.step(*given)
+                rows[label] = lambda settings=(*sizes[name], precision, compiled): self.step(*settings)
         return rows
 
     def peak(self) -> dict[str, Any]:
-        """Measure the operations per second of a large matrix product, in bf16 and tf32."""
+        """Measure and keep the operations per second of a large matrix product, in bf16 and tf32; return the row."""
         size = 128 if self.part.short else 8192
         for precision, dtype in (("bf16", torch.bfloat16), ("tf32", torch.float32)):
             setup(self.device, False, precision)
@@ -106,7 +107,11 @@ class Step:
     def step(
         self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, precision: str, compiled: bool
     ) -> dict[str, Any]:
-        """Return a row; the batch is halved until it fits."""
+        """Return a row, see `measured`; the batch is halved until it fits.
+
+        Raises:
+            Skipped: not even a batch of one image fits.
+        """
         while True:
             try:
                 return self.measured(model, shape, batch, precision, compiled)
@@ -120,6 +125,10 @@ class Step:
     def measured(
         self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, precision: str, compiled: bool
     ) -> dict[str, Any]:
+        """Run blocks of steps of all variants alternately, and return the columns of each variant.
+
+        Without a GPU, or if the operations of the model cannot be counted, columns that need them are None or left out.
+        """
         setup(self.device, False, precision)
         pixels = model["name"] == "unet"
         latents = self.data.open(shape, 64 if self.part.short else 4096, CLASSES, pixels=pixels)
@@ -134,11 +143,11 @@ class Step:
         if not compiled:
             variants["deterministic"] = lambda count: self.block(training, count, 100, deterministic=True)
         begun = time.perf_counter()
-        for run in variants.values():  # what happens once: kernels chosen, queues filled, models compiled
+        for run in variants.values():  # warm-up: selects kernels, fills queues, compiles models
             run(2)
-        first = time.perf_counter() - begun
-        enough = 0.02 if self.part.short else 1.5  # seconds of a block
-        count = max(3, round(enough / (bare.block(3) / 3)))
+        seconds_of_first_steps = time.perf_counter() - begun
+        seconds_of_block = 0.02 if self.part.short else 1.5
+        count = max(3, round(seconds_of_block / (bare.block(3) / 3)))
         timing = compare_alternately(variants, count, 1 if self.part.short else 4, base="bare")
         for row in timing.values():
             row["images_per_s"] = round(1e3 * batch / row["ms_per_step"], 1)
@@ -156,14 +165,17 @@ class Step:
             "model": f"{sum(p.numel() for p in training.parameters) / 1e6:.1f} M parameters",
             "batch": batch,
             "steps_of_a_block": count,
-            "first_steps_s": round(first, 1),
+            "first_steps_s": round(seconds_of_first_steps, 1),
             "gflops_per_image": None if flops is None else round(flops / 1e9, 2),
             "memory_gib": self._memory(),
             **timing,
         }
 
     def block(self, training: TrainingState, count: int, log_every: int, deterministic: bool = False) -> float:
-        """Return the seconds of `count` steps, after one step that fills the queue of batches."""
+        """Return the seconds of `count` steps of kairos, after one step that fills the queue of batches.
+
+        The host's share of the time is kept in `self.host`.
+        """
         setup(self.device, deterministic, training.settings.precision)
         training.settings = training.settings.model_copy(update={"log_every": log_every})
         lines = train_steps(training, training.step + count + 1)
@@ -172,18 +184,19 @@ class Step:
         begun = time.perf_counter()
         for _ in lines:
             pass
-        self.host = time.perf_counter() - begun
+        host_seconds = time.perf_counter() - begun  # the host has issued all work
         synchronize(self.device)
         seconds = time.perf_counter() - begun
-        self.host /= seconds
+        self.host = host_seconds / seconds
         if deterministic:
             setup(self.device, False, training.settings.precision)
         return seconds
 
     def watched(self, training: TrainingState) -> dict[str, Any]:
         """Return synchronisations and idle time of steps that log nothing, and the host's share."""
-        self.block(training, 10, 10**9)
-        host, lines = round(self.host, 3), train_steps(training, training.step + 20)
+        self.block(training, 10, 10**9)  # sets `self.host`
+        host = round(self.host, 3)
+        lines = train_steps(training, training.step + 20)
         next(lines)
         usage = {
             "waits": synchronisations(self.device, lambda: next(lines)),
@@ -194,6 +207,7 @@ class Step:
         return usage
 
     def _memory(self) -> float | None:
+        """Return the peak memory of the GPU since the last call, in GiB, and reset it; None without a GPU."""
         if self.device.type != "cuda":
             return None
         used = torch.cuda.max_memory_allocated(self.device) / 2**30
@@ -201,7 +215,7 @@ class Step:
         return round(used, 2)
 
     def flops(self, training: TrainingState) -> float | None:
-        """Return the operations of a forward and a backward pass of one image."""
+        """Return the operations of a forward and a backward pass of one image; None if they cannot be counted."""
         from torch.utils.flop_counter import FlopCounterMode
 
         batch = next(training.batches.steps(0, 1))
@@ -230,12 +244,15 @@ class Bare:
         self.labels = {name: values.to(self.device) for name, values in latents.load_conditions(latents.train).items()}
         self.labels = {name: self.labels[name] for name in training.conditions}
         alphas_cumprod = torch.from_numpy(training.process.schedule.alphas_cumprod).float().to(self.device)
-        self.signal, self.noise = (c.sqrt()[:, None, None, None] for c in (alphas_cumprod, 1 - alphas_cumprod))
-        live, average = training.model.weights(), training.average.weights
-        real = [name for name, value in average.items() if value.is_floating_point()]
-        self.live, self.average = [live[name] for name in real], [average[name] for name in real]
+        self.signal = alphas_cumprod.sqrt()[:, None, None, None]
+        self.noise = (1 - alphas_cumprod).sqrt()[:, None, None, None]
+        weights, average = training.model.weights(), training.average.weights
+        averaged_names = [name for name, value in average.items() if value.is_floating_point()]
+        self.live = [weights[name] for name in averaged_names]
+        self.average = [average[name] for name in averaged_names]
 
     def steps(self, count: int) -> None:
+        """Run `count` training steps."""
         training, size = self.training, self.training.settings.batch_size
         training.model.train()
         for _ in range(count):
@@ -252,18 +269,19 @@ class Bare:
             torch._foreach_lerp_(self.average, self.live, 1e-4)
 
     def block(self, count: int) -> float:
-        """Return the seconds of `count` steps."""
+        """Return the seconds of `count` steps; the host's share of the time is kept in `self.host`."""
         synchronize(self.device)
         begun = time.perf_counter()
         self.steps(count)
-        self.host = time.perf_counter() - begun
+        host_seconds = time.perf_counter() - begun  # the host has issued all work
         synchronize(self.device)
         seconds = time.perf_counter() - begun
-        self.host = round(self.host / seconds, 3)
+        self.host = round(host_seconds / seconds, 3)
         return seconds
 
 
 def main() -> int:
+    """Run the part; return 1 if a row fails, else 0."""
     part = Part("step", "a training step beside a bare loop of the same model, taking turns", arguments(__doc__))
     with Data() as data:
         return part.run(Step(part, data).rows())

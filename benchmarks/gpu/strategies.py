@@ -63,6 +63,7 @@ class Strategies:
         self.strategies["adaptive full features"] = self.strategy("adaptive", feature_timesteps=None)
 
     def strategy(self, name: str, **options: Any) -> Strategy:
+        """Return a strategy whose sampler measures once in a block and starts to learn at once, if it does."""
         if name in MEASURING:
             options["frequency"] = self.period
         if name in ("gradient_norm", "gradient_variance", "first_order", "loss_rms"):
@@ -70,6 +71,7 @@ class Strategies:
         return Strategy(name, self.training.process, sampler=options)
 
     def rows(self) -> dict[str, Any]:
+        """Return the function that measures each strategy, by name; uniform comes first."""
         names = [name for name in self.strategies if name != "uniform"]
         rows = {name: lambda name=name: self.compared_with_uniform(name) for name in self._sorted(names)}
         return {"uniform": lambda: self.alone("uniform"), **rows}
@@ -79,18 +81,24 @@ class Strategies:
         return sorted(names, key=lambda name: not name.startswith((*MEASURING, "loss", "edm2")))
 
     def compared_with_uniform(self, name: str) -> dict[str, Any]:
-        """Return a row: blocks of steps of the strategy and of uniform, run alternately."""
-        blocks = {one: lambda count, one=one: self.block(one, count) for one in ("uniform", name)}
-        for run in blocks.values():
+        """Run blocks of steps of the strategy and of uniform alternately, and return the row of the strategy."""
+        blocks = {}
+        for strategy_name in ("uniform", name):
+            blocks[strategy_name] = lambda count, strategy_name=strategy_name: self.block(strategy_name, count)
+        for run in blocks.values():  # warm-up
             run(self.period)
         timing = compare_alternately(blocks, self.period, 1 if self.short else 3, base="uniform")
         return {**timing[name], "uniform_ms_per_step": timing["uniform"]["ms_per_step"], **self.alone(name)}
 
     def alone(self, name: str) -> dict[str, Any]:
-        """Return the microseconds of draw() by itself, and the synchronisations of a step."""
+        """Return the microseconds of draw() by itself, the synchronisations of a step, and the model's name.
+
+        The state of the strategy is restored after the draws.
+        """
         strategy, training = self.strategies[name], self.training
         x0 = next(training.batches.steps(0, 1)).x0
-        step, count = strategy.step, 5 if self.short else 100
+        step = strategy.step
+        count = 5 if self.short else 100
         state = strategy.state_dict()
         strategy.draw(x0)
         synchronize(self.device)
@@ -123,6 +131,7 @@ class Strategies:
 
 
 def main() -> int:
+    """Run the part; return 1 if a row fails, else 0."""
     part = Part("strategies", "time per step beside uniform's at batch 128 and T = 1000", arguments(__doc__))
     with Data() as data:
         return part.run(Strategies(part, data).rows())

@@ -35,15 +35,21 @@ class Systems:
         self.part, self.data = part, data
 
     def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Return the function that measures each system, by name; one row that is skipped if a package is missing."""
         if missing:
             return {"systems": self.absent}
         return {name: lambda name=name: self.fitting(name) for name in SYSTEMS}
 
     def absent(self) -> dict[str, Any]:
+        """Raise `Skipped`, which reports the missing package."""
         raise Skipped(missing)
 
     def fitting(self, name: str) -> dict[str, Any]:
-        """Return a row; the batch is halved until it fits."""
+        """Return the row of a system, see `measured`; the batch is halved until it fits.
+
+        Raises:
+            Skipped: not even a batch of one image fits.
+        """
         batch = 8 if self.part.short else published(name)["training"]["batch_size"]
         while batch:
             try:
@@ -55,6 +61,12 @@ class Systems:
         raise Skipped("not even a batch of 1 fits")
 
     def measured(self, name: str, batch: int) -> dict[str, Any]:
+        """Train a system for some steps at a batch size, and return its row.
+
+        Raises:
+            torch.OutOfMemoryError: the batch does not fit.
+            ValueError: the loss or a gradient is not finite.
+        """
         device, values, system = self.part.device, published(name), SYSTEMS[name]
         model, shape, conditions = values["model"], system.shape, system.conditions
         if self.part.short:
@@ -69,11 +81,14 @@ class Systems:
         losses = [
             {"name": loss} if isinstance(loss, str) else loss for loss in values["diffusion"].get("losses", ["mse"])
         ]
-        kept = {key: value for key, value in values["training"].items() if key in ("augment", "condition_dropout")}
+        training_options = {
+            key: value for key, value in values["training"].items() if key in ("augment", "condition_dropout")
+        }
         prediction = values["diffusion"].get("prediction")
         plain = experiment(
-            model, process, prediction, losses=losses, batch_size=batch, log_every=10**9, precision="bf16", **kept
-        )
+            model, process, prediction, losses=losses, batch_size=batch, log_every=10**9, precision="bf16",
+            **training_options,
+        )  # fmt: skip
         training = training_of(plain, latents, device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -98,8 +113,9 @@ class Systems:
 
 
 def main() -> int:
-    given = arguments(__doc__ or "")
-    part = Part("systems", "images a second and memory of every system at its published size", given)
+    """Run the part; return 1 if a row fails, else 0."""
+    command_line = arguments(__doc__ or "")
+    part = Part("systems", "images a second and memory of every system at its published size", command_line)
     with Data() as data:
         return part.run(Systems(part, data).rows())
 

@@ -73,7 +73,7 @@ def fingerprint(roots: Iterable[str]) -> str:
 @functools.cache
 def _fingerprint(roots: tuple[str, ...]) -> str:
     """Return the fingerprint of sorted roots, see `fingerprint`; this process computes it once."""
-    lines = (f"{_without_file_name(code)} {digest}\n" for code, digest in reached(roots).items())
+    lines = [f"{_without_file_name(code)} {digest}\n" for code, digest in reached(roots).items()]
     _summaries.save()
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:16]
 
@@ -90,10 +90,10 @@ def _without_file_name(code: str) -> str:
 
 
 def roots_of(component: "Component | LibraryComponent") -> list[str]:
-    """Return the code of a component as roots of a fingerprint.
+    """Return the roots of a component's fingerprint, for `fingerprint`.
 
-    A component of the pipeline has one root, the whole module of its code. For a component of the library, the roots
-    are its class and those of the components that its options name, see `_library_roots`.
+    A component of the pipeline has one root: the dotted name of its module. A component of the library has the root
+    ``"module:Class"`` of its class, and the roots of the components that its options name, see `_library_roots`.
     """
     registry = getattr(component, "registry", None)  # only components of the library have one
     if registry is None:
@@ -102,13 +102,13 @@ def roots_of(component: "Component | LibraryComponent") -> list[str]:
 
 
 def _library_roots(registry: "Registry", component: dict[str, Any]) -> list[str]:
-    """Return the code of a component of the library and of the components that its options name.
+    """Return the roots ``"module:Class"`` of a component of the library and of the components that its options name.
 
-    The root of a component is its class. The components that options name are in `registry` too.
+    The components that options name are in `registry` too. Their own options are followed likewise.
 
     Args:
         registry: registry of the component.
-        component: name and plain options; options that it lacks have their defaults.
+        component: key ``name`` and plain options; options that it lacks have their defaults.
     """
     entry = registry.entry(component["name"])
     roots = [entry.code]
@@ -140,7 +140,8 @@ def reached(roots: Iterable[str]) -> dict[str, str]:
     """
     waiting = list(roots)  # dotted names to follow
     for root in waiting:
-        _summary(root.partition(":")[0])  # for the error; `_resolve` would replace a missing module by its package
+        # raises an error if the module has no source; `_resolve` would follow the package of a missing module instead
+        _summary(root.partition(":")[0])
     hashes: dict[str, str] = {}
     seen: set[str] = set()
     while waiting:
@@ -184,10 +185,11 @@ def _resolve(target: str) -> str | None:
     name, *attributes = names
     if name in summary.code:
         return f"{module}:{name}"
-    sources = summary.imports.get(name, [])
-    if len(sources) == 1:
-        return _resolve(".".join([*sources, *attributes]))
-    # other modules bind such names by statements, which the whole module includes; this one imports them lazily
+    imported_names = summary.imports.get(name, [])
+    if len(imported_names) == 1:
+        return _resolve(".".join([imported_names[0], *attributes]))
+    # a name that is neither defined nor imported once: other modules bind it by a statement, which the whole module
+    # includes; package `kairos_timesteps` imports its public names lazily, from its imports under TYPE_CHECKING
     if module == _LIBRARY:
         raise ImportError(f"{target}: {module} does not define {name!r}; import the name there under TYPE_CHECKING")
     return module
@@ -198,13 +200,13 @@ def _is_left_out(module: str) -> bool:
 
     Modules in packages with a name in `_LEFT_OUT` are left out too, and the modules ``settings`` of kairos' packages.
     """
-    selects_code = _top(module) in _PACKAGES and module.endswith(".settings")
+    is_settings = _top(module) in _PACKAGES and module.endswith(".settings")
     is_in_left_out_package = module.startswith(tuple(f"{name}." for name in _LEFT_OUT))
-    return selects_code or module in _LEFT_OUT or is_in_left_out_package
+    return is_settings or module in _LEFT_OUT or is_in_left_out_package
 
 
 def _path(module: str) -> Path | None:
-    """Return the source file of a module without importing its package; None if the module has none.
+    """Return the source file of a module, without importing its package; None if it has none or does not exist.
 
     For a module that is already imported and is not part of kairos' packages, it is the file of the import.
     """
@@ -221,8 +223,9 @@ def _path(module: str) -> Path | None:
     if spec is None:
         return None
     if spec.submodule_search_locations is None:  # a module in one file, which has no submodules
-        has_file = spec.origin is not None and spec.has_location
-        return Path(str(spec.origin)) if has_file and not names else None
+        if names or spec.origin is None or not spec.has_location:
+            return None
+        return Path(spec.origin)
     for folder in spec.submodule_search_locations:
         file = _source_file(Path(folder).joinpath(*names))
         if file:
@@ -249,7 +252,7 @@ def _file_in_package(module: str, this_file: str) -> Path | None:
 
 @functools.cache
 def _source_file(path: Path) -> Path | None:
-    """Return the source file of the module, or else of the package, at a path without suffix; None without either.
+    """Return the file ``<path>.py`` of a module, else ``<path>/__init__.py`` of a package; None without either.
 
     This process looks for it once.
     """
@@ -361,7 +364,7 @@ class _Summaries:
             json.dump(newest, file, separators=(",", ":"))
 
     def _read(self) -> dict[str, Any]:
-        """Return the content of the file; empty without a file, or if it is damaged."""
+        """Return the content of the file, values by key; empty without a file, or if it is damaged."""
         with suppress(OSError, ValueError, RuntimeError):  # a RuntimeError: the user has no home
             content = json.loads(self._path.expanduser().read_text(encoding="utf-8"))
             if isinstance(content, dict):
@@ -406,7 +409,10 @@ def _data_of(path: Path) -> str:
 
 
 def _compute_summary(module: str, path: Path, text: str) -> _Summary:
-    """Parse a module and summarise it, without the cache."""
+    """Parse a module and return its summary, without reading or changing the cache.
+
+    For a module of package `kairos`, the summary contains only the whole module.
+    """
     parsed = _parse(module, path, text)
     counts_as_whole = module.startswith(f"{_PIPELINE}.")
     names = [""] if counts_as_whole else ["", *parsed.definitions]
@@ -465,9 +471,9 @@ def _last_name(node: ast.AST) -> str:
 
 
 def _defined_names(node: ast.stmt) -> list[str]:
-    """Return the names that a definition or an assignment to names binds; none for any other statement.
+    """Return the names that a class, a function or an assignment binds; an empty list for any other statement.
 
-    An assignment that also changes an object, such as ``name, options["k"] = 1, 2``, has none either.
+    The list is also empty for an assignment that changes an object, such as ``name, options["k"] = 1, 2``.
     """
     if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return [node.name]
@@ -497,9 +503,10 @@ def _nodes(code: ast.AST) -> list[ast.AST]:
 
 
 def _imports(nodes: Iterable[ast.AST], module: str, path: Path) -> dict[str, list[str]]:
-    """Return the dotted names that a module's code imports, by the name that each gets; only those to follow.
+    """Return the dotted names that a module's code imports, by the name that the import binds.
 
-    An import may run the code of several modules. Examples:
+    Only imports that `_is_followed` accepts are included. An import may run the code of several modules, so a name may
+    have several dotted names. Examples:
 
     * ``import kairos.data.arrays`` gives `kairos` two names: ``kairos.data.arrays`` and ``kairos``.
     * ``import kairos.data.arrays as arrays`` gives `arrays` the name ``kairos.data.arrays``.
@@ -514,11 +521,13 @@ def _imports(nodes: Iterable[ast.AST], module: str, path: Path) -> dict[str, lis
             pairs += [(alias.asname or _top(alias.name), alias.name) for alias in node.names]
             pairs += [(_top(alias.name), _top(alias.name)) for alias in node.names if not alias.asname]
         elif isinstance(node, ast.ImportFrom):
-            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            names = [(alias.asname or alias.name, alias.name) for alias in node.names]
-            pairs += [(bound, f"{source}.{name}".removesuffix(".*")) for bound, name in names]
-            # `name` may be a module: then the import also runs `source`, its package
-            pairs += [(bound, source) for bound, _ in names if _top(source) == _PIPELINE]
+            dots = "." * node.level  # of a relative import
+            source = importlib.util.resolve_name(dots + (node.module or ""), package)
+            for alias in node.names:
+                bound = alias.asname or alias.name
+                pairs.append((bound, f"{source}.{alias.name}".removesuffix(".*")))
+                if _top(source) == _PIPELINE:  # the name may be a module: then the import also runs its package
+                    pairs.append((bound, source))
     imports: dict[str, list[str]] = {}
     for bound, dotted in pairs:
         if _is_followed(_top(dotted), module, path):
@@ -532,10 +541,10 @@ def _top(dotted: str) -> str:
 
 
 def _is_followed(package: str, importer: str, path: Path) -> bool:
-    """Return True if an import of a package or module is followed.
+    """Return True if the imported code counts towards the fingerprint of the importing module.
 
-    Imports of kairos' packages are followed in every module. In a plugin file, imports of its own package and of module
-    files in its folder are followed too, but not those of other packages there. A plugin file is a module outside of
+    Imports of kairos' packages count in every module. In a plugin file, imports of its own package and of module files
+    in its folder count too, but not imports of other packages in that folder. A plugin file is a module outside of
     kairos' packages, the standard library and folders ``site-packages``.
 
     Args:
@@ -548,8 +557,8 @@ def _is_followed(package: str, importer: str, path: Path) -> bool:
     importing_package = _top(importer)
     is_of_kairos = importing_package in _PACKAGES
     is_installed = importing_package in sys.stdlib_module_names or "site-packages" in path.parts
-    is_plugin = not is_of_kairos and not is_installed
-    if not is_plugin or package in sys.stdlib_module_names:
+    is_plugin_file = not is_of_kairos and not is_installed
+    if not is_plugin_file or package in sys.stdlib_module_names:
         return False
     if package == importing_package:
         return True
@@ -558,10 +567,10 @@ def _is_followed(package: str, importer: str, path: Path) -> bool:
 
 
 def _hash_and_used_names(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
-    """Return the hash of a definition and the dotted names that it uses; without a name, of the whole module.
+    """Return the hash of a definition and the dotted names that it uses; with the name "", of the whole module.
 
-    Statements that are neither definitions nor imports always run, so every definition includes them. Only dotted names
-    to follow are returned, with the definitions of the module itself as ``"module:Name"``.
+    Statements that are neither definitions nor imports always run, so every definition includes them. The names are the
+    imports that `_is_followed` accepts, and the module's own definitions as ``"module:Name"``.
     """
     code = ast.Module([*parsed.definitions[name], *parsed.statements], []) if name else parsed.tree
     nodes = _nodes(code)
@@ -592,7 +601,7 @@ def _hash_and_used_names(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
 
 
 def _used_names(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return all names among the nodes of a syntax tree, each with the dotted attributes read from it."""
+    """Return the names that the nodes of a syntax tree use, with the attributes read from them: ``np.linalg.norm``."""
     nodes = [node for node in nodes if isinstance(node, (ast.Name, ast.Attribute))]
     # `a.b.c` is an attribute of `a.b`, which is an attribute of `a`: use only the outermost node
     inner_ids = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
@@ -627,7 +636,8 @@ def _text(node: Any, in_message: bool = False) -> str:
         in_message = in_message or _prints_message(node)
     elif isinstance(node, ast.Raise):
         in_message = True
-    if in_message and (isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)):  # a string
+    is_string = isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
+    if in_message and is_string:
         return "message"
     fields_without_help = _fields_without_help(node)
     field_texts = []
@@ -640,9 +650,9 @@ def _text(node: Any, in_message: bool = False) -> str:
 
 
 def _fields_without_help(node: ast.AST) -> dict[str, Any]:
-    """Return the fields of a node to replace, by name: without docstring, help or message.
+    """Return replacements of a node's fields that contain a docstring, help or a message, by the name of the field.
 
-    Fields that are not in the result are kept.
+    The replacements lack these texts. Fields that are not in the result stay unchanged.
     """
     fields: dict[str, Any] = {}
     if isinstance(node, ast.Call):

@@ -49,7 +49,7 @@ class DatasetSize:
 
     @property
     def bytes_per_image(self) -> int | None:
-        """Bytes of a prepared image, one per value; None if its shape is not known."""
+        """Bytes of a prepared image, which has one byte per value; None if the image's shape is not known."""
         return math.prod(self.image_shape) if self.image_shape else None
 
     @property
@@ -87,12 +87,14 @@ def find_dataset_size(
     # descriptions of conditions: prepared data replace the shape of x0 and the number of classes
     descriptions: dict[str, dict[str, Any]] = {"low_resolution": {"kind": "image", "shape": list(x0_shape)}}
     descriptions |= dataset_record.get("conditions", {})
-    encoder, bytes_per_text = experiment.text_encoder, 0
-    text = None if encoder is None else _describe_text(encoder, results, text_shape or assumed.text)
-    if encoder is not None and text is not None:  # the first condition is for the type checker alone
-        descriptions["text"] = text
-        bytes_per_value = 2 if encoder.dtype == "float16" else 4
-        bytes_per_text = math.prod(text["shape"]) * bytes_per_value
+    encoder = experiment.text_encoder
+    bytes_per_text = 0
+    if encoder is not None:
+        text = _describe_text(encoder, results, text_shape or assumed.text)
+        if text is not None:
+            descriptions["text"] = text
+            bytes_per_value = 2 if encoder.dtype == "float16" else 4
+            bytes_per_text = math.prod(text["shape"]) * bytes_per_value
     if classes is None and "class" in experiment.conditions:
         classes = count_images(experiment.dataset).classes or assumed.classes
     if classes is not None:
@@ -120,7 +122,7 @@ def find_dataset_size(
 def _find_x0_shape(
     experiment: Experiment, results: Path, image_shape: Shape | None, passed_shape: Shape | None
 ) -> tuple[Shape, int]:
-    """Find the shape of the network's input, and the number of latent arrays stored per image, 0 in pixel space.
+    """Return the shape of the network's input, and the number of latent arrays stored per image, 0 in pixel space.
 
     The shape is `passed_shape`, else it is from the first source that contains it: encoded latents, the experiment file
     with `image_shape`, its section `known`. Images of low resolution add an array, and flipped images double the
@@ -129,8 +131,9 @@ def _find_x0_shape(
     Raises:
         ConfigError: the shape is not known.
     """
-    autoencoder, latents_record = experiment.autoencoder, _read_manifest(results / "latents")
-    if autoencoder.kind == "none":
+    autoencoder = experiment.autoencoder
+    latents_record = _read_manifest(results / "latents")
+    if autoencoder.kind == "none":  # pixel space
         configured_shape, arrays = image_shape, 0
     else:
         configured_shape, arrays = _latent_shape(autoencoder, image_shape)
@@ -149,7 +152,7 @@ def _find_x0_shape(
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return manifest.json of a stage's folder; empty if the stage has not run."""
+    """Return the content of manifest.json in a stage's folder; empty if the stage has not run: no such file."""
     path = folder / "manifest.json"
     return read_json(path) if path.is_file() else {}
 
@@ -160,7 +163,11 @@ def _find_image_counts(
     """Return the shape of an image, the numbers of all images and of training images, and the numbers' origin.
 
     A number or shape that is not known is None. The origin of prepared data is ``prepared``; for other data see
-    `_count_unprepared_images`. `dataset_record` is empty before stage prepare.
+    `_count_unprepared_images`. `dataset_record` is the manifest of the prepared data, which is empty before stage
+    prepare.
+
+    Raises:
+        ConfigError: the counted number of images is not `dataset.images`.
     """
     if dataset_record:
         shape = (dataset_record["channels"], dataset_record["height"], dataset_record["width"])
@@ -172,15 +179,16 @@ def _find_image_counts(
 def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | None, str]:
     """Return the numbers of all images and of training images before stage prepare, and the numbers' origin.
 
-    The numbers follow from `dataset.train_images`, else from `dataset.images`; else the images are counted. Held-out
-    images of another folder are not counted; the number of all images is then None. The origin is
-    ``dataset.train_images``, ``dataset.images``, ``counted``, ``embedded`` (digits) or the advice to set one of them.
+    The numbers follow from `dataset.train_images`, else from `dataset.images`; else the images are counted. If held-out
+    images are in another folder, the number of all images is None. The origin is ``dataset.train_images``,
+    ``dataset.images``, ``counted`` or ``embedded`` (digits). If images cannot be counted, both numbers are None and the
+    origin is the advice to set one of the fields.
 
     Raises:
         ConfigError: the counted number of images is not `dataset.images`.
     """
     has_separate_heldout = isinstance(dataset.heldout, str)  # path of held-out images
-    is_digits = dataset.source == "digits"  # their numbers are known, whatever the file sets
+    is_digits = dataset.source == "digits"  # scikit-learn's, whose number is known, so that the fields are ignored
     if dataset.train_images is not None and not is_digits:
         train_count = dataset.train_images
         # dataset.heldout is the fraction of all images that are held out, or the path of other images
@@ -219,10 +227,11 @@ def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple
     and the number of arrays is then 2. The caller ensures that the autoencoder is not of kind none.
     """
     level_channels: Sequence[int] | None = config.channels
-    latent_channels, arrays = config.latent_channels, 2
+    latent_channels = config.latent_channels
+    arrays = 2
     if config.kind == "pretrained":
         pretrained = _pretrained_config(str(config.path))
-        # the first: VQModel; 0 without config.json, which then gives no `level_channels` either
+        # VQModel has vq_embed_dim; 0: there is no config.json, and hence no `level_channels` either
         latent_channels = pretrained.get("vq_embed_dim") or pretrained.get("latent_channels", 0)
         level_channels = pretrained.get("block_out_channels") or pretrained.get("encoder_block_out_channels")
         arrays = 1 if pretrained.get("_class_name") in ("AutoencoderTiny", "VQModel") else 2
@@ -234,9 +243,9 @@ def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple
 
 
 def _pretrained_config(path: str) -> dict[str, Any]:
-    """Return the config.json of a pretrained model; empty if it is absent. Nothing is downloaded.
+    """Return the content of a pretrained model's config.json; empty if the file is absent. Nothing is downloaded.
 
-    `path` is a local folder, or the name of a model in the cache of the hub, ``owner/model``.
+    `path` is a local folder, or the name ``owner/model`` of a model in the local cache of the hub.
     """
     file: Any = Path(path) / "config.json"
     is_hub_name = not Path(path).is_dir() and path.count("/") == 1  # owner/model
@@ -252,8 +261,9 @@ def _describe_text(
 ) -> dict[str, Any] | None:
     """Return the description of condition ``text``, with the shape of an encoded text; None if the shape is not known.
 
-    The shape is `known_shape`, tokens and width, else it is read from encoded texts, else from the encoder's
-    config.json. The shape of a pooled text contains only the width.
+    The shape contains tokens and width, or only the width if the encoder's output is pooled. Without `known_shape`
+    (tokens and width), the description is read from the manifest of encoded texts, if there are any. Otherwise the
+    shape is read from the encoder's config.json.
     """
     if known_shape is not None:
         length, width = known_shape

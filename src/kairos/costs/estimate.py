@@ -118,7 +118,7 @@ def estimate_cost(
     """Estimate the cost of an experiment without running it. Times are of training and sampling only.
 
     The experiment's folder of results in the working directory is read if it exists: it contains the shapes of prepared
-    data and the times of earlier training runs.
+    data and the times of earlier training runs. Without a speed, the estimate has no times.
 
     Args:
         x0_shape: channels, height and width of the network's input; None: read from the data or the experiment file.
@@ -134,7 +134,8 @@ def estimate_cost(
         ConfigError: an argument or a field is not allowed, or a shape is not known.
     """
     layout = Layout(experiment, Path())
-    training, results = experiment.training, Path(layout.results)
+    training = experiment.training
+    results = Path(layout.results)
     data = find_dataset_size(experiment, results, x0_shape=x0_shape, classes=classes, text_shape=text_shape)
     channels, _, _ = data.x0_shape
     # costs do not depend on sigma_data
@@ -208,18 +209,24 @@ def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward
     kill costs at most. `forward_flops` are the operations for one image.
     """
     training, sampling, evaluation = experiment.training, experiment.sampling, experiment.evaluation
-    seconds_per_step, seed_count = rate.seconds_per_step[method], len(experiment.seeds)
+    seconds_per_step = rate.seconds_per_step[method]
+    seed_count = len(experiment.seeds)
+    # CPUs or GPUs whose hours a job costs
     if rate.unit == "CPU":  # each process uses `threads` CPUs, and training runs share none of them
         training_devices: float = training.processes * training.threads
         sampling_devices = training.threads
     else:  # training runs that share a GPU share its hours
         training_devices = training.processes / training.trainings_per_gpu
         sampling_devices = 1
+
+    # sampling
     images_per_run = evaluation.num_samples * evaluation.sets * len(experiment.milestones)  # step 0 is sampled too
     passes_per_nfe = 2 if sampling.guidance_scale != 1 else 1  # guidance needs a pass without conditions
     forward_passes = seed_count * images_per_run * sampling.nfe * passes_per_nfe  # passes of one image
     sampling_seconds = forward_passes * forward_flops / rate.flops_per_second
-    job_ends = [0, *(segment[-1] for segment in experiment.segments)]  # steps; a job trains one segment
+
+    # longest job; a job trains one segment
+    job_ends = [0, *(segment[-1] for segment in experiment.segments)]  # steps
     steps_of_longest_job = max(end - start for start, end in pairwise(job_ends))
     return {
         "seconds_per_step": seconds_per_step,
@@ -231,15 +238,17 @@ def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward
 
 
 def _count_jobs(layout: Layout) -> list[StageJobs]:
-    """Count the jobs of each stage and the GPUs of a job.
+    """Return the jobs of each stage, the jobs in a cluster's queue, and the GPUs of a queued job.
 
     Evaluations run in the queued jobs of sampling. Reports, tracking and analyses run outside the queue. These stages
     have no queued jobs.
     """
-    experiment, job_counts = layout.experiment, layout.count_jobs()
-    training, gpus = experiment.training, gpus_per_job(experiment)
+    experiment = layout.experiment
+    training = experiment.training
+    job_counts = layout.count_jobs()  # by stage
+    gpus = gpus_per_job(experiment)
 
-    # jobs in the queue, by stage: a job per job of Snakemake, with these exceptions
+    # jobs in the queue, by stage: one for each job of Snakemake, with these exceptions
     jobs_per_segment = math.ceil(len(layout.trainings) / training.trainings_per_gpu)  # runs on a GPU share a job
     training_jobs = len(layout.segments) * jobs_per_segment
     queued_jobs = {**job_counts, "train": training_jobs, "evaluate": 0, "report": 0, "track": 0}

@@ -51,8 +51,8 @@ def count_network_cost(
 ) -> NetworkCost:
     """Count the cost of a forward and a backward pass of a backbone, without memory or computation for its tensors.
 
-    Operations are counted in bf16 for this precision, and in fp32 for all others. In fp64, the bytes of fp32 are
-    doubled. The loss of the backward pass is the mean square of the output.
+    For precision bf16, the passes run under bf16 autocast. For all others they run in fp32; the bytes are doubled for
+    fp64. The loss of the backward pass is the mean square of the output.
 
     Args:
         model: the backbone with its options.
@@ -131,9 +131,9 @@ def count_network_cost(
 
 
 def _normalise_in_float32(network: Any) -> None:
-    """Make group normalisations of a network cast their input to float32, as autocast does on a GPU.
+    """Make all group normalisations of a network cast their input to float32, as autocast does on a GPU.
 
-    On the CPU, the device of the counted tensors, autocast does not cast the input.
+    Each gets a hook, because autocast does not cast the input on the CPU, the device of the counted tensors.
     """
     import torch
 
@@ -143,7 +143,10 @@ def _normalise_in_float32(network: Any) -> None:
 
 
 def _create_condition_values(conditions: dict[str, dict[str, Any]], samples: int) -> dict[str, Any]:
-    """Return tensors with the shapes of conditions, by name: class 0, int64 (samples,), and values without content."""
+    """Return a batch of tensors for each condition, by name: class 0, int64 (samples,), or values without content.
+
+    Values have the shape of the condition's description, with `samples` in front.
+    """
     import torch
 
     values = {}

@@ -85,10 +85,10 @@ class Facts:
 
 
 def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> tuple[str, str]:
-    """Return the text of an experiment file for the images of a folder, and a summary for the user.
+    """Return the text of an experiment file for the images of a folder, and a summary for the user; writes no file.
 
     At most 20,000 images are decoded, and a short run of the experiment is timed, which takes minutes. Messages report
-    the progress.
+    the progress. The summary contains a warning if the experiment is expected to exceed `minutes` by more than 10 %.
 
     Args:
         folder: folder of images, flat or with a folder per class.
@@ -170,7 +170,7 @@ def _inspect_machine() -> Machine:
 def render_experiment(facts: Facts, steps: int, seconds: float) -> str:
     """Return the text of an experiment file, from the template ``new_experiment.yaml.jinja``.
 
-    A comment in the file reports the predicted `seconds`.
+    Methods train `steps` steps. A comment in the file reports `seconds`, the predicted time of the experiment.
     """
     file = Path(__file__).with_suffix(".yaml.jinja")
     values = {"facts": facts, "steps": steps, "seconds": seconds, "enough_images": ENOUGH_IMAGES}
@@ -178,11 +178,11 @@ def render_experiment(facts: Facts, steps: int, seconds: float) -> str:
 
 
 def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
-    """Time a short run of an experiment; return the steps that the wanted minutes allow and the predicted seconds.
+    """Return the number of steps that the wanted minutes allow, and the predicted seconds of the experiment.
 
-    The prediction is the time of the short run, plus the time of omitted images and steps in proportion. The number of
-    steps is a multiple of 100 between 500 and 200,000, so that the predicted time may exceed the wanted minutes. The
-    short run takes minutes and logs its progress; it leaves no files.
+    A short run of the experiment is timed; it takes minutes, logs its progress and leaves no files. The prediction is
+    its time, plus the time of omitted images and steps in proportion. The number of steps is a multiple of 100 between
+    500 and 200,000, so that the predicted time may exceed the wanted minutes.
 
     Raises:
         ConfigError: the working directory has no Snakefile.
@@ -224,8 +224,8 @@ def _mean_step_seconds(results: Path) -> float:
     """
     half_run_seconds = []
     for file in results.glob("*/seed0/timing.jsonl"):
-        # each half ends with a checkpoint, and hence with a line
-        half_way, end = [json.loads(line) for line in read_lines(file)][-2:]  # `seconds` since the start of training
+        # each half ends with a checkpoint, and hence with a line, whose `seconds` are since the start of training
+        half_way, end = [json.loads(line) for line in read_lines(file)][-2:]
         half_run_seconds.append(end["seconds"] - half_way["seconds"])
     return float(statistics.mean(half_run_seconds)) / (_SHORT_RUN["steps"] / 2)
 
@@ -233,8 +233,8 @@ def _mean_step_seconds(results: Path) -> float:
 def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict[str, float]]:
     """Return a short form of an experiment as plain values, and the factor by which each stage is shortened.
 
-    Training has two snapshots, step 0 and its end, and is not among the factors. MLflow's database is in the folder of
-    the run.
+    The short form has fewer images, and fewer steps of autoencoder, extractor and methods. Training has two snapshots,
+    step 0 and its end, and is not among the factors. MLflow's database is in the working directory of the run.
     """
     plain = experiment.plain()
     factors = {}  # length of a stage over its length in the short form
@@ -260,9 +260,13 @@ def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict
 
 
 def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores: int) -> None:
-    """Run an experiment in a folder and log its progress; an interrupt ends Snakemake too.
+    """Run an experiment by Snakemake in a folder and log its progress; an interrupt ends Snakemake too.
 
-    `values` are the experiment, and `folder` is the working directory, which gets the experiment file.
+    Args:
+        values: the experiment as plain values.
+        snakefile: Snakefile of the pipeline.
+        folder: the working directory, which gets the experiment file and the results.
+        cores: number of CPUs that Snakemake uses.
 
     Raises:
         KairosError: the run fails; the message contains the end of its output.
@@ -309,10 +313,11 @@ def _record(lines: Iterable[str], recorded: list[str]) -> Iterator[str]:
 
 
 def progress_lines(output: Iterable[str], now: Callable[[], float] = time.monotonic) -> Iterator[str]:
-    """Yield a line for each stage when its first job begins in the output of Snakemake.
+    """Yield a message for each stage when its first job begins in the output of Snakemake.
 
-    The line contains the name of the stage and the numbers of finished and of all jobs. If jobs are finished, it also
-    contains jobs per second and the remaining time. `now` returns the time in seconds.
+    The message contains the name of the stage and the numbers of finished and of all jobs. If jobs are finished, it
+    also contains jobs per second and the remaining time. `output` are the lines of Snakemake, and `now` returns the
+    time in seconds.
     """
     begin, done, total = now(), 0, 0
     started_stages = {"all"}  # rule all is not a stage

@@ -70,12 +70,13 @@ def _find_gpu_memory() -> float | None:
 
 
 def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
-    """Check that training fits the memory of a GPU, `gpu_memory` in GiB.
+    """Check that training fits the memory of a GPU, `gpu_memory` in GiB, which several training runs may share.
 
     Raises:
         ConfigError: training needs more; the message reports the micro-batch that fits, if there is one.
     """
-    training, network = estimate.experiment.training, estimate.network
+    training = estimate.experiment.training
+    network = estimate.network
     available_gib = gpu_memory / training.trainings_per_gpu  # training runs that share a GPU have equal parts of it
     needed_gib = sum(estimate.memory.values()) / 2**30 + _CONTEXT_GIB
     # activations are proportional to the micro-batch: remove samples until they fit
@@ -90,14 +91,14 @@ def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
 def _check_images(dataset: DatasetConfig) -> Iterator[str]:
     """Check that stage prepare accepts the images, and yield a note if sizes differ or images are not square.
 
-    Only the headers of at most 20,000 images are read.
+    Only the headers of at most 20,000 images are read. The conditions are:
 
     * Unreadable images need ``broken: skip``.
     * ``crop: none`` needs square images.
     * Without a resolution, all images have one size after cropping or padding.
     * ``crop: pad`` needs a resolution of at least the longest side.
 
-    A missing or empty folder yields nothing, since `count_images` reports it.
+    A missing or empty folder yields nothing and raises no error, since `count_images` reports it.
 
     Raises:
         ConfigError: stage prepare would reject the images.
@@ -140,10 +141,10 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
 def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: float) -> Iterator[str]:
     """Check that a training job fits the longest partition, and that its attempts together are long enough.
 
-    The job requests the runtime of rule train in the profile, or else of the experiment. The limit is checked only if
-    the profile has `kairos-partition-config`, the description of the partitions. `needed_minutes` is the duration of
-    the longest job; 0 means that it is not known, and the attempts are then not checked.
-    Nothing is checked if the runtime is an expression; a warning then says so.
+    The job requests the runtime of rule train in the profile, or else of the experiment. If this runtime is an
+    expression, only a warning is yielded; otherwise nothing is yielded. The limit is checked only if the profile has
+    `kairos-partition-config`, the description of the partitions. `needed_minutes` is the duration of the longest job;
+    0 means that it is not known, and the attempts are then not checked.
 
     Raises:
         ConfigError: there is no profile, the partition allows less than the job requests, or all attempts together
@@ -172,6 +173,6 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
     demand(runtime <= limit, where, f"{runtime:g} minutes", f"at most {limit:g}, the limit in {partitions}")
     minutes_of_attempts = (1 + settings.get("retries", 0)) * runtime  # a retry resumes the training run
     allowed = f"at most {minutes_of_attempts:g} with its retries in {file}"
-    advice = f"{allowed}: raise retries or runtime, or set training.segments"
+    allowed += ": raise retries or runtime, or set training.segments"
     is_enough = needed_minutes <= minutes_of_attempts
-    demand(is_enough, "training.milestones", f"a job of {needed_minutes:.0f} minutes", advice)
+    demand(is_enough, "training.milestones", f"a job of {needed_minutes:.0f} minutes", allowed)

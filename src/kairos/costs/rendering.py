@@ -16,9 +16,10 @@ _ROW_NAMES = {"dataset": "prepared images"}  # names of kinds of files; default:
 def estimate_values(estimate: CostEstimate) -> dict[str, Any]:
     """Return the main numbers of an estimate for scripts, as `kairos plan --format json` prints them.
 
-    `parameters` includes parameters that are not trained. `flops_per_step` does not include further passes of samplers.
-    `memory_bytes` is for a training run on a GPU. `storage_bytes` contains None for unknown kinds of file. Hours are
-    for training and sampling, by method. Only the key of the computing device is set; both are None without a rate.
+    ``parameters`` includes parameters that are not trained. ``flops_per_step`` does not include further passes of
+    samplers. ``jobs`` are by stage. ``memory_bytes`` is for a training run on a GPU. ``storage_bytes`` is by kind of
+    file, with None for unknown kinds. ``gpu_hours`` or ``cpu_hours`` is for training and sampling, by method; the key
+    of the other device is None. Both are None without a rate.
     """
     return {
         "parameters": estimate.network.parameters + estimate.network.fixed_parameters,
@@ -32,9 +33,9 @@ def estimate_values(estimate: CostEstimate) -> dict[str, Any]:
 
 
 def render_estimate(estimate: CostEstimate) -> str:
-    """Render an estimate with the template ``rendering.txt.jinja``; lines have at most 120 columns.
+    """Return an estimate as text for the terminal, from the template ``rendering.txt.jinja``.
 
-    Longer lines are wrapped, and continued with an indent of 12 blanks.
+    Lines of more than 120 columns are wrapped, and continued with an indent of 12 blanks.
     """
     rendered = load_template(Path(__file__).with_suffix(".txt.jinja")).render(
         estimate=estimate,
@@ -73,9 +74,9 @@ def _job_table(estimate: CostEstimate) -> str:
 def _storage_table(estimate: CostEstimate) -> str:
     """Return the table of bytes on disk by kind of file, with a note where a number is not known.
 
-    A kind without bytes has ``none``. If the number of images or captions is not known, the row has the bytes of one of
-    them, or a question mark if that is not known either. The last row has the sum of the known bytes, with a note if
-    others are not known.
+    A kind without bytes has ``none``. If the number of images or captions is not known, the row has the bytes of one
+    image or caption, or a question mark if they are not known either. The last row has the sum of the known bytes, with
+    a note if others are not known.
     """
     storage, data = estimate.storage, estimate.data
     largest_state = max(method.sampler_cost.state for method in estimate.methods.values())  # bytes

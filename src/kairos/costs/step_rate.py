@@ -85,10 +85,10 @@ def rate_from_options(
 def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: str = "GPU") -> StepRate | None:
     """Return the speed of the experiment's earlier training runs; None if no training run recorded its time.
 
-    The duration of a method's step is the median over the method's runs. For a method without a timed run it follows
-    from its operations and the median speed of the other methods. The operations per second are of one device, and the
-    source contains the number of runs and their devices. If complete runs have recorded their devices, the unit is CPU
-    if all of them are CPUs, else GPU. Incomplete runs are included in the times.
+    The duration of a method's step is the median over the method's runs, incomplete runs included. For a method without
+    a timed run it follows from its operations and the median speed of the other methods. The operations per second are
+    of one device. The source is a text with the number of runs and their devices. If complete runs have recorded their
+    devices, the unit is CPU if all of them are CPUs, else GPU.
 
     Args:
         results: folder of the experiment's results.
@@ -132,11 +132,10 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
 
 
 def _seconds_per_step(folder: Path) -> float | None:
-    """Return the mean duration of a step of a training run from its timing files; None if they contain no step.
+    """Return the mean seconds of a step of a training run, from its timing files; None if they contain no timed step.
 
-    A complete run has timing.jsonl in its folder, an incomplete run in the folder of its state. The last line of a file
-    contains the steps and the seconds of the run so far. The result is from the first file in which neither number is
-    0.
+    A complete run has timing.jsonl in its `folder`, an incomplete run in the folder of its state. The last line of a
+    file contains the steps and the seconds of the run so far. The first file is used in which neither number is 0.
     """
     for file in [folder / "timing.jsonl", *sorted((folder / ".state").glob("*/timing.jsonl"))]:
         lines = read_lines(file)

@@ -15,8 +15,8 @@ _PNG_RATIO = 0.6  # bytes of an image grid as PNG per byte of its pixels
 def estimate_memory(network: NetworkCost, processes: int) -> dict[str, int]:
     """Return the bytes in the memory of one GPU at the peak of a training run with Adam, by use.
 
-    The GPU's context and the libraries' workspace are not included. `network` describes a micro-batch, and `processes`
-    is the number of processes of the run.
+    The uses are weights, gradients, optimiser, EMA and activations. The GPU's context and the libraries' workspace are
+    not included. `network` describes a micro-batch, and `processes` is the number of processes of the run.
     """
     trained_bytes = network.parameters * network.bytes_per_value
     weight_bytes = network.saved_values * network.bytes_per_value
@@ -42,7 +42,7 @@ def checkpoint_bytes(network: NetworkCost) -> int:
 def estimate_storage(
     experiment: Experiment, data: DatasetSize, network: NetworkCost, state_bytes: list[int]
 ) -> dict[str, int | None]:
-    """Return the bytes that an experiment leaves on disk, by kind of file; None if not known yet.
+    """Return the bytes that an experiment leaves on disk, by kind of file; a kind has None if not known yet.
 
     The kinds are dataset, latents, text, checkpoints, milestones, samples and metrics, in this order. Kind text is left
     out if no captions are encoded. Images that are not copied, and latents in pixel space, have 0 bytes. `state_bytes`

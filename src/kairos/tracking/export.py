@@ -25,7 +25,7 @@ from kairos_timesteps.errors import KairosError, demand
 def write_tensorboard(results: Results, out: Path) -> None:
     """Write event files of TensorBoard: curves at their recorded times, and sample grids by step.
 
-    Each training run has a folder, ``<out>/<method>/seed<seed>``.
+    The files of a training run are in the folder ``<out>/<method>/seed<seed>``. Grids have the tag ``samples``.
 
     Raises:
         KairosError: TensorBoard is not installed, or metrics.jsonl of a run is damaged.
@@ -42,10 +42,10 @@ def write_tensorboard(results: Results, out: Path) -> None:
 
 
 def write_wandb(results: Results, out: Path) -> None:
-    """Write offline runs of Weights & Biases, one per training run, a group per method; ``wandb sync`` sends them.
+    """Write offline runs of Weights & Biases into folder `out`, one per training run; ``wandb sync`` sends them.
 
-    Curves and sample grids are logged by step, without recorded times. A grid is left out if no curve has a point at
-    its step. The project has the name of the experiment.
+    The project has the name of the experiment, and a group the name of a method. Curves and sample grids are logged by
+    step, without recorded times. A grid is left out if no curve has a point at its step.
 
     Raises:
         KairosError: wandb is not installed, or metrics.jsonl of a run is damaged.
@@ -73,7 +73,7 @@ def write_wandb(results: Results, out: Path) -> None:
 
 
 def write_hub_folder(snapshot: Path, out: Path) -> None:
-    """Copy a snapshot with its decoder and its sample grid, and write a model card.
+    """Copy a snapshot with its decoder and its sample grid into folder `out`, and write a model card there.
 
     The decoder is in folder autoencoder, the grid is samples.png, and the card is README.md. Decoder, sample grid,
     evaluation and facts of the data set are left out if they are missing or do not belong to the snapshot. In pixel

@@ -68,20 +68,26 @@ class Reporter(threading.Thread):
 
     def __init__(self, experiment: "Experiment", method: str, seed: int, out: Path, uri: str):
         super().__init__(name="kairos tracking", daemon=True)
-        self._experiment, self._method, self._seed, self._out, self._uri = experiment, method, seed, out, uri
+        self._experiment = experiment
+        self._method = method
+        self._seed = seed
+        self._out = out
+        self._uri = uri
         self._training_ended = threading.Event()
         self._begun = time.time()  # Unix time
         self._stride = 0  # lines of metrics.jsonl per point; 0: unknown before the first line
         self._client: mlflow_store.Client | None = None
         self._run_id: str | None = None  # id of the MLflow run that receives the points
-        self._lines_read = self._bytes_read = 0  # lines and bytes of metrics.jsonl
+        self._lines_read = 0  # of metrics.jsonl
+        self._bytes_read = 0  # of metrics.jsonl
         self._unsent: list[run_content.Point] = []
         self._has_warned = False
 
     def finish(self, seconds: float) -> None:
-        """Let the thread send the remaining points, and return when it ends, or after `seconds`.
+        """Make the thread send its last report; return when the thread has ended, or after `seconds`.
 
-        A slower thread is reported by a message, unless a failed report was, and ends with the process.
+        If the thread is slower, a message is logged, unless the previous report failed and was logged. Such a thread
+        ends with the process.
         """
         self._training_ended.set()
         self.join(seconds)
@@ -89,10 +95,10 @@ class Reporter(threading.Thread):
             self._warn(f"no answer within {seconds:g} s")
 
     def run(self) -> None:
-        """Report until the training run has ended, with a last report after its end.
+        """Report every 5 seconds until `finish` is called, and then once more; raises nothing.
 
-        An error is logged, except repeated ones, and the pause until the next attempt doubles. A server that denies
-        access (HTTP 401 or 403) ends the thread.
+        The first of several errors in a row is logged. Each error doubles the pause until the next report, up to a
+        minute. If the server denies access (HTTP 401 or 403), the thread ends.
         """
         pause = _POLL_SECONDS
         is_last_report = False
@@ -116,7 +122,7 @@ class Reporter(threading.Thread):
             is_last_report = self._training_ended.wait(pause)  # True: the run has ended, one more report follows
 
     def _warn(self, reason: str) -> None:
-        """Log the reason of a failed report, unless the previous report failed too."""
+        """Log the server, the reason of a failed report and its consequence, unless the previous report failed too."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -127,8 +133,9 @@ class Reporter(threading.Thread):
     def _report(self, is_last_report: bool) -> None:
         """Send what the run has written since the previous report; the last report also sets status and end.
 
-        Nothing is sent before the run's first step, or while another process writes the progress file. A run that has
-        stopped or failed is not reported if its MLflow run is unknown: at the first report, or after an error.
+        Nothing is sent before the run's first step, or while another process writes the progress file. Nothing is sent
+        either if the run has stopped or failed and its MLflow run is unknown: at the first report, or after an error.
+        The first report imports MLflow and creates the client. Errors of MLflow are raised.
         """
         if self._client is None:
             self._client = mlflow_store.connect(self._uri)
@@ -146,7 +153,10 @@ class Reporter(threading.Thread):
             self._client.set_terminated(self._run_id, _STATUS[progress["state"]], end)
 
     def _read_progress_of_this_process(self) -> Progress | None:
-        """Return the run's progress file; None: this process has not written it since the reporter began."""
+        """Return the content of the run's progress file; None if this process has not written it since the start.
+
+        The start is the time at which this reporter was created.
+        """
         progress = read_progress(self._out)
         if not progress or progress["updated"] < self._begun:
             return None
@@ -168,9 +178,10 @@ class Reporter(threading.Thread):
         return run_id
 
     def _find_or_create_run(self, client: mlflow_store.Client, identity: str) -> str:
-        """Find or create the MLflow run of this training run, log what it lacks, unsent points included; return its id.
+        """Return the id of the MLflow run of this training run, which is created if it does not exist.
 
-        An MLflow run that had ended is marked as running again.
+        The parameters and unsent points that the MLflow run lacks are logged. If it had ended, it is marked as running
+        again.
         """
         name = run_content.mlflow_experiment_name(self._experiment)
         experiment_id = mlflow_store.find_or_create_experiment(client, name)
@@ -196,9 +207,9 @@ class Reporter(threading.Thread):
     def _read_metrics(self, state: Path) -> int | None:
         """Add the new lines of metrics.jsonl to the unsent points; return the time of the last checkpoint.
 
-        The last line of each stride becomes points, as in `run_content.collect_points`; lines after the last checkpoint
-        wait for a later call. The first line that is read sets the stride. The time is in milliseconds since 1970;
-        None: there is no checkpoint yet.
+        The time is in milliseconds since 1970. Without a checkpoint the result is None, and nothing is read. The last
+        line of each stride becomes points, as in `run_content.collect_points`. Lines after the last checkpoint are left
+        to a later call. `state` is the folder with the state of the training run.
         """
         # recorded times up to the last checkpoint
         timing = [json.loads(line) for line in read_lines(state / "timing.jsonl")]
@@ -229,7 +240,10 @@ class Reporter(threading.Thread):
         return time_of_step(last_step)
 
     def _choose_stride(self, first_line: bytes) -> int:
-        """Return the lines of metrics.jsonl per point, from the first line and the length of the complete run."""
+        """Return the number of lines of metrics.jsonl per point, which follows from the length of the complete run.
+
+        The step in the first line is the number of steps between two lines.
+        """
         # not from the present number of lines: the import, which reads the complete file, must have the same stride
         steps_between_lines = json.loads(first_line)["step"]  # the first line is written after this number of steps
         line_count = self._experiment.milestones[-1] // steps_between_lines

@@ -29,25 +29,26 @@ _EARLIEST_FIRST = "attributes.start_time ASC"  # MLflow orders equal times by ru
 
 
 def tracking_uri(configured: str | None) -> str:
-    """Return the store's URI: the configured one, else MLFLOW_TRACKING_URI, else a database in the working directory.
+    """Return the URI of the MLflow store: the configured one, else the one in the environment, else a default.
 
-    An empty text is treated as not set.
+    The environment variable is MLFLOW_TRACKING_URI. The default is the SQLite database mlflow.db in the working
+    directory. An empty text is treated as not set.
     """
     return configured or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
 def find_database_file(uri: str) -> Path | None:
-    """Return the absolute path of an SQLite database's file; None: the store is something else."""
+    """Return the absolute path of the file of an SQLite database; None if the URI is of another kind of store."""
     match = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri)  # sqlite:///mlflow.db, sqlite+pysqlite:////tmp/mlflow.db
     return Path(match[1]).absolute() if match else None
 
 
 def without_credentials(uri: str) -> str:
     """Return the URI without user name, password, query and fragment; a path without ``://`` is returned unchanged."""
-    scheme, separator, rest = uri.partition("://")
+    scheme, separator, after_scheme = uri.partition("://")
     if not separator:
         return uri
-    address = rest.removeprefix(_user_info(uri))
+    address = after_scheme.removeprefix(_user_info(uri))
     before_query = re.split("[?#]", address)[0]
     return f"{scheme}://{before_query}"
 
@@ -77,13 +78,13 @@ def redact_credentials(text: str, uri: str) -> str:
 
 
 def _user_info(uri: str) -> str:
-    """Return ``user:password@`` of a URI, or an empty string."""
-    scheme, _, rest = uri.partition("://")
+    """Return the text ``user:password@`` of a URI, which may lack the password; empty if the URI has no user."""
+    scheme, _, after_scheme = uri.partition("://")
     is_database = scheme.partition("+")[0] in _DATABASE_SERVERS  # such as postgresql+psycopg2
     pattern = r"[^/?#]*@"
     if is_database:  # SQLAlchemy, unlike HTTP clients, allows "/", "?" and "#" in a password
         pattern = rf"[^:/]*:[^@]*@|{pattern}"  # user:pass/word@, or the pattern without a password
-    match = re.match(pattern, rest)
+    match = re.match(pattern, after_scheme)
     return match[0] if match else ""
 
 
@@ -129,9 +130,10 @@ def limit_requests(seconds: int, retries: int) -> Iterator[None]:
 
 @contextmanager
 def lock_database(uri: str) -> Iterator[None]:
-    """Lock an SQLite database for this process; without a lock, processes that create its tables at once crash.
+    """Lock an SQLite database for this process inside the block; nothing is locked for another kind of store.
 
-    The lock is a file next to the database; the folder is created if it does not exist. Does nothing for another store.
+    Without a lock, processes that create the tables at once crash. The lock is a file next to the database, whose
+    folder is created if it does not exist.
 
     Raises:
         KairosError: another process holds the lock for more than two minutes, or the file system has no locks.
@@ -192,8 +194,8 @@ def find_or_create_experiment(client: Client, name: str) -> str:
 def find_or_create_run(client: Client, experiment: str, content: RunContent, start: int, settling: float = 0.0) -> Run:
     """Return the MLflow run with the identifying tags of `content`; it is created if it does not exist.
 
-    If there are several such runs, because processes created them at once, the earliest is kept. The others are moved
-    to MLflow's trash: the results contain all of their content, and the import logs what is missing.
+    Processes that create it at once may leave several such runs. The earliest is kept, and the others are moved to
+    MLflow's trash. No content is lost, because the import logs everything from the results.
 
     Args:
         client: client of the store.
@@ -245,11 +247,11 @@ def create_run(client: Client, experiment: str, content: RunContent, start: int)
 
 
 def log_missing(client: Client, run: Run, content: RunContent) -> None:
-    """Log the parameters, points and tags that a run does not have; the name and identifying tags are not compared.
+    """Log the parameters, points and tags of `content` that an MLflow run lacks.
 
     A value that differs from the recorded value of its step is logged with a later timestamp, so that MLflow shows it.
-    Tags are overwritten, except the commit. Parameters that the run has are kept, since MLflow cannot change them. The
-    recorded content is the content of `run` when it was found or created.
+    Tags are overwritten, except the commit. Parameters that the run has are kept, since MLflow cannot change them.
+    Parameters and tags are compared with `run` as it was found or created. Name and identifying tags are not compared.
     """
     from mlflow.entities import Param, RunTag
 
@@ -268,9 +270,10 @@ def log_missing(client: Client, run: Run, content: RunContent) -> None:
 
 
 def _find_missing_points(client: Client, run: Run, points: Sequence[Point]) -> list[Point]:
-    """Return the points whose value is not the latest value that a run has for their key and step, in their order.
+    """Return the points whose value the store does not show for their key and step, in the order of `points`.
 
-    A point that corrects a recorded value has a later timestamp than that value.
+    The store shows the latest value of a key and step. A returned point that replaces a recorded value has a later
+    timestamp than that value. The recorded values of the run are read from the store.
     """
     # latest recorded values; `run.data.metrics` contains the keys that the run has
     latest: dict[tuple[str, int], tuple[int, float]] = {}  # timestamp and value by key and step
@@ -301,11 +304,11 @@ def to_mlflow_metrics(points: Sequence[Point]) -> list[Any]:
 
 
 def build_dataset_input(manifest: dict[str, Any], folder: Path) -> Any:
-    """Return the data set of an experiment as MLflow's input of a training run.
+    """Return the prepared data set of an experiment as an ``mlflow.entities.DatasetInput`` with context ``training``.
 
-    The name of the input is the kind of source, such as ``folder``. Path and size of the prepared data are one text,
-    the ``uri`` of its source, which MLflow's page shows as text. The digest is the start of the hash of the data set's
-    content: MLflow accepts 36 characters. `folder` is the folder of the experiment's results.
+    Its name is the kind of source, such as ``folder``. Its digest is the first 36 characters of the hash of the
+    content, the most that MLflow accepts. The ``uri`` of its source is a text with path and size, which MLflow's page
+    shows. `manifest` is the manifest of the data set, and `folder` the folder of the experiment's results.
     """
     from mlflow.entities import Dataset, DatasetInput, InputTag
 

@@ -62,17 +62,17 @@ class RunContent:
 
 
 def mlflow_experiment_name(experiment: "Experiment") -> str:
-    """Return the name of the MLflow experiment that contains an experiment's runs."""
+    """Return the name of the MLflow experiment for a kairos experiment: `tracking.experiment` or ``kairos/<name>``."""
     return experiment.tracking.experiment or f"kairos/{experiment.experiment}"
 
 
 def build_experiment_run(results: "Results") -> RunContent:
-    """Build the parent run of an experiment, which contains the reference rows.
+    """Build the content of an experiment's parent run: reference rows, names of methods and backbone, and tags.
 
     The reference rows are distances of images without a trained network, such as held-out images. Their metric keys are
-    ``reference/<row>/<metric>``, at step 0 and the earliest start of a training run; a run without a recorded start is
-    treated as started on 2000-01-01. The parameters are only the names of the methods and of the backbone. The commit
-    in the tags is the first training run's. The caller ensures that the results contain a run.
+    ``reference/<row>/<metric>``, at step 0 and the earliest start of a training run. A run without a recorded start is
+    treated as started on 2000-01-01. The tags contain the commit of the first training run. The caller ensures that the
+    results contain a run.
     """
     name = results.experiment.experiment
     reference_values: dict[str, Any] = {}
@@ -121,9 +121,9 @@ def identify_training_run(experiment: "Experiment", method: str, seed: int, iden
 def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:
     """Return the settings that decide a training run, by dotted names; method, seed and strategy come first.
 
-    Only four settings of the data set and the kind of autoencoder are included, so that runs can differ with
-    equal parameters. Settings that an extension of the run may change, and settings that are None, are left out. Values
-    are texts, cut to 6000 characters.
+    Values are texts, cut to 6000 characters. Settings that an extension of the run may change, and settings that are
+    None, are left out. Only four settings of the data set and the kind of autoencoder are included. Different runs may
+    therefore have equal parameters.
     """
     nested = {
         "method": method,
@@ -139,9 +139,10 @@ def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict
 
 
 def choose_stride(line_count: int) -> int:
-    """Return the stride, a power of 2, that keeps at most 500 points of a curve of `line_count` lines.
+    """Return the smallest stride, a power of 2, that keeps at most 500 points of a curve of `line_count` lines.
 
-    An extension of the run therefore keeps all points of the shorter curve, or every second, every fourth and so on.
+    If the run is extended, its curve therefore keeps every point of the shorter curve, or every second, fourth and so
+    on.
     """
     stride = 1
     while stride * _CURVE_POINTS < line_count:
@@ -150,9 +151,9 @@ def choose_stride(line_count: int) -> int:
 
 
 def build_step_clock(started: datetime, seconds_by_step: Mapping[int, float]) -> Callable[[int], int]:
-    """Return a function from a step to the recorded time of its end, in milliseconds since 1970.
+    """Return a function that maps a step to the time of its end, in milliseconds since 1970.
 
-    Times between recorded steps are interpolated. Steps after the last recorded step have its time.
+    Times between recorded steps are interpolated. Steps after the last recorded step have the time of that step.
 
     Args:
         started: first start of the training run.
@@ -172,12 +173,13 @@ def build_step_clock(started: datetime, seconds_by_step: Mapping[int, float]) ->
 
 
 def collect_points(run: "RunResults") -> list[Point]:
-    """Return all curves of a training run: metrics.jsonl, thinned, and the evaluations of all snapshots.
+    """Return all curves of a training run as points: metrics.jsonl, thinned, then the evaluations of all snapshots.
 
-    The last line of each stride of metrics.jsonl is read, see `choose_stride`; lines after the last whole stride are
-    left out. If its training time is known and not 0, the last snapshot also has a point ``seconds_per_step``: the mean
-    over all its steps. Evaluations follow the metrics, so steps are not in order. A run without a recorded start is
-    treated as started on 2000-01-01.
+    Of each stride of metrics.jsonl only the last line is kept, see `choose_stride`; an incomplete last stride is left
+    out. If the training time of the last snapshot is known and not 0, a point ``seconds_per_step`` is the mean over all
+    steps.
+    Evaluations follow the metrics, so steps are not in order. A run without a recorded start is treated as started on
+    2000-01-01.
 
     Raises:
         KairosError: metrics.jsonl is damaged.
@@ -202,7 +204,7 @@ def collect_points(run: "RunResults") -> list[Point]:
 
 
 def convert_record(record: Mapping[Any, Any], step: int, time_of_step: Callable[[int], int]) -> Iterator[Point]:
-    """Yield the finite numbers of a nested dictionary as metric values; keys ``step`` and ``images`` are left out.
+    """Yield the finite numbers of a nested dictionary as points at a step; keys ``step`` and ``images`` are left out.
 
     Keys of nested dictionaries are joined by dots. Booleans are not treated as numbers.
     """
@@ -244,7 +246,7 @@ def build_source_tags(provenance: Mapping[str, Any]) -> dict[str, str]:
 
 
 def find_git_commit() -> str | None:
-    """Return the commit of the working folder; None if it is not a git repository."""
+    """Return the git commit of the working folder; None if it cannot be read, see `_find_git_commit`."""
     return _find_git_commit(Path.cwd())
 
 
@@ -263,9 +265,10 @@ def _find_git_commit(folder: Path) -> str | None:
 
 
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names and values of nested dictionaries: ``{"a": {"b": 1}}`` yields ``("a.b", 1)``; None is left out.
+    """Yield dotted names and values of nested dictionaries: ``{"a": {"b": 1}}`` yields ``("a.b", 1)``.
 
-    An empty dictionary yields nothing, and a list is a value. All names begin with `prefix`.
+    Values that are None are left out, and an empty dictionary yields nothing. A list is a value. All names begin with
+    `prefix`.
     """
     for key, value in values.items():
         if isinstance(value, Mapping):

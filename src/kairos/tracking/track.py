@@ -26,11 +26,14 @@ _CONTENT_TAG = "kairos.content"  # tag with the hash of the content that an impo
 def track(experiment: Experiment, folder: Path, out: Path) -> None:
     """Import the results of an experiment into MLflow, and write a record of the import.
 
-    An error of the store is logged and recorded, but not raised. If `tracking.enabled` is false, only the record is
-    written. `_import_results` returns the record of an import. Otherwise the record contains ``imported`` (False),
+    If `tracking.enabled` is false, only the record is written. An error of the store is logged and recorded, but not
+    raised. After an import the record is the result of `_import_results`. Otherwise it contains ``imported`` (False),
     ``error`` and, if the store failed, its ``uri`` without credentials. The end of start-up is marked, see
-    `resource_usage.end_startup`. `folder` is the folder of the experiment's results, and `out` the JSON file of the
-    record.
+    `resource_usage.end_startup`.
+
+    Args:
+        folder: folder of the experiment's results.
+        out: JSON file of the record.
 
     Raises:
         KairosError: the results are incomplete, also if `tracking.enabled` is false.
@@ -108,9 +111,9 @@ class _Store:
     present: dict[tuple[str | None, ...], list[mlflow_store.Run]]
 
     def find(self, identifying: dict[str, str]) -> mlflow_store.Run | None:
-        """Return the earliest MLflow run with identifying tags; later ones are moved to MLflow's trash.
+        """Return the earliest MLflow run with identifying tags, or None; later ones are moved to MLflow's trash.
 
-        Runs that were created after the start of the import are ignored. The result is None without a run.
+        Runs that were created after the start of the import are ignored.
         """
         from mlflow import MlflowException
 
@@ -124,8 +127,8 @@ class _Store:
     def find_or_create(self, content: run_content.RunContent) -> mlflow_store.Run:
         """Return the MLflow run with the identifying tags of `content`; it is created if it does not exist.
 
-        A new run starts at the earliest point of `content`, and has no parameters and metrics. The caller ensures that
-        `content` has points.
+        A new run has no parameters and metrics yet; its start is the time of the earliest point of `content`. The
+        caller ensures that `content` has points.
         """
         run = self.find(content.identifying)
         if run is not None:
@@ -137,9 +140,10 @@ class _Store:
         return mlflow_store.create_run(self.client, self.experiment_id, content, start)
 
     def finish(self, run: mlflow_store.Run, content: run_content.RunContent, digest: str) -> None:
-        """Log the content that a run lacks, and mark the run as finished and complete.
+        """Log the content that an MLflow run lacks, and mark the run as finished and complete.
 
-        A run that is not finished yet ends at the latest point of `content`. `digest` becomes tag `kairos.content`.
+        A run that is not finished yet ends at the time of the latest point of `content`. `digest`, the hash of
+        everything that the run is built from, becomes tag `kairos.content`.
         """
         mlflow_store.log_missing(self.client, run, content)
         if run.info.status != "FINISHED":
@@ -159,7 +163,7 @@ def _open_store(client: mlflow_store.Client, experiment_id: str, name: str) -> _
 
 
 def _is_complete(run: mlflow_store.Run, digest: str) -> bool:
-    """Return True if an earlier import has logged all content with this hash, and the run has ended successfully."""
+    """Return True if an earlier import has logged all content with this hash, and the run is marked as finished."""
     return bool(run.data.tags.get(_CONTENT_TAG) == digest and run.info.status == "FINISHED")
 
 
@@ -191,7 +195,8 @@ def _hash_training_run(results: Results, run: RunResults, parent_id: str) -> str
 def _import_training_run(store: _Store, parent_id: str, results: Results, run: RunResults, digest: str) -> str:
     """Import a training run with its data set and sample grids, and return the id of its MLflow run.
 
-    If an earlier import has completed the MLflow run with this digest, nothing is logged.
+    If an earlier import has completed the MLflow run with this digest, nothing is logged. `digest` is the result of
+    `_hash_training_run`, and `parent_id` the id of the parent run.
     """
     identity = run.record["identity"]
     present = store.find(run_content.identify_training_run(results.experiment, run.method, run.seed, identity))

@@ -23,10 +23,10 @@ _TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
 
 
 def build_experiment_tags(results: Results, outcome: str, parent_id: str, experiment_id: str) -> dict[str, str]:
-    """Return the tags of an MLflow experiment, which contain its note and the layout of the prepared comparison.
+    """Return the tags of an MLflow experiment: its note, the layout of the prepared comparison, and its kind.
 
-    The tags are `TAG` with the layout, `NOTE`, and the kind of experiment, which MLflow would request. The note is
-    `outcome`, followed by links to the report and to the charts.
+    The note is `outcome`, followed by links to the report and to the charts. Without a kind, MLflow would request one
+    from the user.
 
     Args:
         outcome: comparison of methods from `build_note`, the start of the experiment's note.
@@ -34,12 +34,12 @@ def build_experiment_tags(results: Results, outcome: str, parent_id: str, experi
     """
     layout = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8"))
     comparison = json.loads(layout.substitute(metric=results.metric))
-    report = f"[report](#/experiments/{experiment_id}/runs/{parent_id}/artifacts/report.html?{_RUNS_WORKSPACE})"
-    charts = f"[charts]({comparison_path(experiment_id)}&compareRunsMode=CHART)"
+    report_link = f"[report](#/experiments/{experiment_id}/runs/{parent_id}/artifacts/report.html?{_RUNS_WORKSPACE})"
+    charts_link = f"[charts]({comparison_path(experiment_id)}&compareRunsMode=CHART)"
     note = (
-        f"{outcome}\n\nThe {report} and its figures are artifacts of the run "
+        f"{outcome}\n\nThe {report_link} and its figures are artifacts of the run "
         f"`{results.experiment.experiment}`; grids of samples are artifacts of each training run. The comparison is "
-        f"also shown as {charts}."
+        f"also shown as {charts_link}."
     )
     return {
         TAG: json.dumps(comparison, separators=(",", ":")),
@@ -49,10 +49,11 @@ def build_experiment_tags(results: Results, outcome: str, parent_id: str, experi
 
 
 def build_note(results: Results) -> str:
-    """Return the comparison of methods in Markdown: the outcome, and a table, lowest value of the primary metric first.
+    """Return the comparison of methods in Markdown: a heading, the outcome, and a table.
 
-    The heading lists at most five methods. The table is cut to the rows that fit into a tag. If the results cannot be
-    compared, the note is the reason.
+    Heading and table list the methods by the primary metric, the lowest value first. The heading lists at most five
+    methods. The table is cut to the rows that fit into a tag. If the results cannot be compared, the note is only the
+    reason.
     """
     try:
         rows = ranking.compare_methods(results)
@@ -75,27 +76,28 @@ def build_note(results: Results) -> str:
 
 
 def _cut_table(table: str) -> str:
-    """Return the first lines of a table, up to `_TABLE_LIMIT` characters, and the number of omitted rows.
+    """Return the first lines of a table, up to `_TABLE_LIMIT` characters, and a sentence with the omitted rows' number.
 
-    A table within the limit is returned without that number.
+    A table within the limit is returned without that sentence.
     """
     lines = table.splitlines()
-    lengths = accumulate(len(line) + 1 for line in lines)  # up to the end of each line
-    shown_count = bisect([*lengths], _TABLE_LIMIT)  # number of lines that end within the limit
+    line_ends = list(accumulate(len(line) + 1 for line in lines))  # characters up to the end of each line
+    shown_count = bisect(line_ends, _TABLE_LIMIT)  # number of lines that end within the limit
     omitted_count = len(lines) - shown_count
     more = f"\n\n{omitted_count} more are in the report." if omitted_count else ""
     return "\n".join(lines[:shown_count]) + more
 
 
 def comparison_path(experiment_id: str) -> str:
-    """Return the path of the prepared comparison, relative to the server's address."""
+    """Return the path of the prepared comparison of an MLflow experiment, relative to the server's address."""
     return f"#/experiments/{experiment_id}/runs?{_RUNS_WORKSPACE}&viewStateShareKey={KEY}"
 
 
 def find_prepared_comparisons(client: Client) -> dict[str, str]:
     """Return the path of each prepared comparison by the name of its MLflow experiment, the latest change first.
 
-    Only the 1000 experiments that were changed last are searched.
+    Only the 1000 experiments that were changed last are searched. Experiments without a prepared comparison are left
+    out.
     """
     experiments = client.search_experiments(order_by=["last_update_time DESC"])
     return {
