@@ -20,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 import yaml
-from judge import METRICS, log_values_at, power, read_experiment
+from judge import log_values_at, power, read_experiment
 from run import run_experiment, write_experiment
 
 from kairos.files import write_text
