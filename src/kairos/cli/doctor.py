@@ -143,11 +143,9 @@ def _check_devices() -> tuple[list[Finding], int]:
 
 
 def _check_git() -> Finding:
-    """Return a finding ``git``, usable if the working directory is inside a git repository.
-
-    Raises:
-        FileNotFoundError: git is not installed.
-    """
+    """Return a finding ``git``, usable if git is installed and the working directory is inside a git repository."""
+    if shutil.which("git") is None:
+        return False, "git", "not installed; kairos ledger record needs it"
     command = ["git", "rev-parse", "--git-dir"]
     is_repository = subprocess.run(command, capture_output=True, text=True, check=False).returncode == 0
     missing = "not a git repository; kairos ledger record needs one"

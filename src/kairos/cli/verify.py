@@ -59,7 +59,7 @@ def _verify_training_run(folder: Path) -> None:
     digests = {**component_hashes(read(checkpoint)), "metrics": sha256_file(folder / "metrics.jsonl")}
     for name, digest in digests.items():
         print(f"{name} {digest}")
-    mismatched = [name for name, digest in digests.items() if record["components"][name] != digest]
+    mismatched = [name for name, digest in digests.items() if record["components"].get(name) != digest]
     if mismatched:
         raise DamagedError(f"{folder}: damaged or from another training run: {', '.join(mismatched)}")
     for milestone in sorted((folder / "milestones").glob("[0-9]*")):  # names are steps; .tmp-... is unfinished
