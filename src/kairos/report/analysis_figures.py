@@ -132,7 +132,7 @@ def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw how gradients at different levels of ln SNR agree; each method has two rows of panels.
 
     The upper row has a matrix of cosines for each of the last snapshots, at most four. The lower row shows squared
-    mean, variance and noise scale of the gradient by level, a line per snapshot; estimates that are not positive are
+    mean, variance and noise scale of the gradient by level, a line per snapshot. Estimates that are not positive are
     left out. With rows of loss ``preconditioned``, a fourth panel shows the noise scale in Adam's metric.
     """
     plain = table[table["loss"] == "training"]
@@ -323,8 +323,8 @@ def _create_panels(
     inches. A panel is up to 0.75 inches wider than `width`.
 
     Returns:
-        The figure; and an iterator over axes, key (a tuple with a value per column of `by`) and rows of each group, in
-            the order of the table.
+        The figure; and an iterator over axes, key and rows of each group, in the order of the table. A key is a tuple
+            with a value per column of `by`.
     """
     groups = list(table.groupby(by, sort=False))
     columns = min(columns, len(groups))

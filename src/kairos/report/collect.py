@@ -109,7 +109,7 @@ class RunResults:
 
     @property
     def last_snapshot(self) -> SnapshotResults:
-        """Results of the last evaluated snapshot; an IndexError without snapshots."""
+        """Results of the last evaluated snapshot; without snapshots, the access raises IndexError."""
         return self.snapshots[-1]
 
     @property
@@ -296,7 +296,8 @@ class Results:
     def runs_of(self, method: str) -> list[RunResults]:
         """Return the training runs of a method in the order of the seeds; an unfinished experiment may lack runs.
 
-        A method that the experiment lacks is a KeyError.
+        Raises:
+            KeyError: the experiment lacks the method.
         """
         return self._runs_by_method[method]
 
@@ -324,7 +325,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
     Raises:
         KairosError: the folder, reference.json or a manifest is missing or damaged; or timing.jsonl of a run or the
             record of a job's time is damaged. A result is missing, damaged or outdated, or was evaluated with another
-            extractor or reference; if `unfinished`, only if no run is evaluated past step 0.
+            extractor or reference. If `unfinished`, such a result raises only if no run is evaluated past step 0.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -427,10 +428,10 @@ def _describe_missing(run: RunResults, errors: list[KairosError]) -> str:
 
 
 def _describe_outdated(runs_with_errors: list[_RunWithErrors]) -> tuple[str, ...]:
-    """Return a line for each text of changed settings in the `OutdatedError`s, with the concerned runs in brackets.
+    """Return a line per change of settings that makes results outdated, with the runs that it concerns in brackets.
 
-    A text lists up to three changed settings of a snapshot, see `format_changes`. Of more than 12 runs, a line lists
-    the first five. Other errors are ignored.
+    A change is the text of an `OutdatedError`, up to three settings; other errors are ignored. Of more than 12 runs, a
+    line lists the first five.
     """
     runs_by_changes = defaultdict[str, list[str]](list)
     for run, errors in runs_with_errors:
@@ -608,7 +609,7 @@ def _read_snapshot(expected: ExpectedSettings, run_folder: Path, step: int, refe
     """Read record and evaluation of a snapshot as `SnapshotResults`; strategy table and sample grid must exist.
 
     Raises:
-        KairosError: a file is missing or damaged, the evaluation belongs to another run, its extractor or reference
+        KairosError: a file is missing or damaged. The evaluation belongs to another run, or its extractor or reference
             statistics differ from `reference`, or it lacks the metric of `reference`.
     """
     name = step_name(step)

@@ -328,9 +328,9 @@ def find_ranking_warnings(selection: Selection, metric: str | None = None) -> It
 def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> Iterator[str]:
     """Yield the notes below a comparison table, for the joined measurements of a selection (`join_experiments`).
 
-    They report unfinished results (the first three runs of an experiment, and the number of runs), outdated results,
-    and results that are included although their code or rounding differs (`Results.notes`). They also report too few
-    seeds for a ranking, and seeds that are left out of all numbers or of the differences.
+    They report unfinished results (the first three runs of an experiment, and the number of runs), outdated results
+    and the notes of `Results.notes`. They also report too few seeds for a ranking, and seeds that are left out of all
+    numbers or of the differences.
     """
     # missing and outdated results, and results that differ in code or rounding
     for (results, _), label in zip(selection, _experiment_labels(selection)):

@@ -218,7 +218,7 @@ def _draw_reference_rows(axes: Axes, results: Results) -> list[Label]:
 def _style_step_axis(axes: Axes, steps: np.ndarray) -> None:
     """Put ticks at the snapshots' steps, and leave room for the marker at step 0.
 
-    The x axis becomes logarithmic if the steps after 0 differ by a factor of more than 20; it is then linear from 0 to
+    The x axis becomes logarithmic if the steps after 0 differ by a factor of more than 20. It is then linear from 0 to
     the first trained snapshot. `steps` ascend from 0, and are at least two.
     """
     first_trained, last = steps[1], steps[-1]

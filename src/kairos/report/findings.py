@@ -103,12 +103,12 @@ def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> lis
 def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline: str) -> list[str]:
     """Return sentences that list the methods that end below the baseline, above it, or without a detected difference.
 
-    A further sentence reports the saving of one method: the lowest of those that end below the baseline and whose
-    interval of the step factor is above 1. The list is empty if methods are not ranked. `comparisons` have the lowest
-    final value first.
+    A further sentence reports how many steps a method saves. It is the lowest of the methods that end below the
+    baseline and whose interval of the step factor is above 1. The list is empty if methods are not ranked.
+    `comparisons` have the lowest final value first.
     """
     methods_by_outcome: dict[str, list[str]] = {"Below": [], "Above": [], "Not told apart from": []}
-    saving_methods = []
+    saving_methods = []  # comparisons of methods that end below the baseline and need fewer steps
     for comparison in comparisons:
         ratio = comparison.ratio_to_baseline
         if not comparison.is_ranked or ratio is None:  # None: the baseline itself

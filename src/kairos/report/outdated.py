@@ -121,9 +121,9 @@ class ExpectedSettings:
         """Return the settings that have changed since a snapshot and that change results; a valid snapshot has none.
 
         `path` is the file of the snapshot's record; a missing or damaged one has no changes. Settings that only change
-        rounding are ignored. Changed settings of the training and of earlier stages are ignored if the identity, or the
-        hash of the stage's result, shows that the result is equal. A hash that differs although no setting has changed
-        is a change too, and so is another seed in the record.
+        rounding are ignored. So are settings of the training with an equal identity, and settings of an earlier stage
+        whose result has an equal hash. A hash that differs although no setting has changed is a change too, and so is
+        another seed in the record.
         """
         record = self.snapshot_record(path)
         if not record:
@@ -158,8 +158,8 @@ class ExpectedSettings:
     def find_evaluation_changes(self, evaluation: Record) -> list[Change]:
         """Return the settings of sampling and evaluation that differ from those in an evaluation record.
 
-        Settings that the record lacks are ignored. The numbers of images and strata of its validation losses are
-        compared with the experiment's, reduced to the numbers that the data set and the process allow.
+        Settings that the record lacks are ignored. The validation losses' numbers of images and strata are compared
+        with those of the experiment, limited by the data set and the process.
         """
         settings = self.experiment.evaluation
         evaluation_before = _select_fields(evaluation["protocol"], _EVALUATION_FIELDS)
@@ -285,8 +285,8 @@ class ExpectedSettings:
         """Return `changes`, corrected by a comparison of the recorded and the present hash of a stage's result.
 
         If the hashes differ although no setting of the section has changed, the hash is added as a change. If they are
-        equal and the stage ran again after the snapshot (by modification times), the section's changes are removed,
-        except fields that stage encode reads. Otherwise, or if a hash is unknown, the list is returned unchanged.
+        equal and the stage ran again after the snapshot (by modification times), the section's changes are removed.
+        Fields that stage encode reads are kept. Otherwise, or if a hash is unknown, the list is returned unchanged.
 
         Args:
             section: section of the stage's settings, a key of `_STAGE_HASHES`.
@@ -311,8 +311,8 @@ class ExpectedSettings:
     def _find_latents_change(self, method: str, seed: int, record: Record) -> list[Change]:
         """Return the change of the latents' hash since a snapshot's training run, as a list of at most one change.
 
-        The list is empty if the hashes are equal or one is unknown. The run's hash is in training.json; it is unknown
-        if this file is missing, damaged or of another run, as it is until the run has ended.
+        The list is empty if the hashes are equal or one is unknown. The run's hash is in training.json. It is unknown
+        until the run has ended: the file is then missing or of an earlier run.
         """
         run_record = glance(self.results / method / f"seed{seed}" / "training.json")
         if run_record.get("identity") != record["identity"]:  # missing, or of another run than the snapshot

@@ -174,9 +174,8 @@ def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
 def style_log_axis(axes: Axes) -> None:
     """Label a logarithmic y axis with numbers instead of powers of ten, with enough ticks for a short axis.
 
-    The ticks depend on the present limits: they are evenly spaced on less than 0.6 decades, at 1, 2 and 5 on less than
-    three, else at powers of ten. Minor ticks have no labels. The caller has made the axis logarithmic, and has plotted
-    or set its limits.
+    Ticks are evenly spaced if the limits span less than 0.6 decades, at 1, 2 and 5 below three decades, else at powers
+    of ten. Minor ticks have no labels. The caller has made the axis logarithmic, and has plotted or set its limits.
     """
     low, high = axes.get_ylim()
     decades = np.log10(high / low)

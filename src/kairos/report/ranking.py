@@ -222,8 +222,8 @@ def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
 
     Returns:
         Ratios of a's distance to b's, with p-values corrected over all pairs. Arrays are (..., methods, methods),
-        indexed [a, b]. P-values are NaN with fewer than five seeds; otherwise they are 1 for a method with itself, and
-        for methods that are equal for every seed. Without seeds, all arrays are NaN; with one, so are the intervals.
+        indexed [a, b]. P-values are NaN with fewer than five seeds. Otherwise they are 1 for a method with itself, and
+        for methods that are equal for every seed. Intervals are NaN with one seed, and all arrays without seeds.
     """
     log_ratios = log_distances[..., :, None, :] - log_distances[..., None, :, :]  # (..., methods, methods, seeds)
     ratios = _geometric_mean_ratio(log_ratios)
