@@ -49,9 +49,9 @@ _TITLES: dict[Any, str] = {  # title by name of a loss or of a column
 
 
 def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: Path) -> None:
-    """Write table and figure of an analysis into the folder ``analyses`` of the results, each atomically.
+    """Compute the table of an analysis, and write it and its figure as ``analyses/NAME.csv`` and ``.png``, atomically.
 
-    The table is written first, and stays if the figure fails.
+    `results` is the results folder. The table is written first, and stays if the figure fails.
 
     Raises:
         KairosError: the table of a snapshot, or the training time of a run, is missing.
@@ -64,11 +64,11 @@ def write_analysis(analysis: AnalysisOptions, experiment: Experiment, results: P
 
 
 def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw variance of the gradient and loss over time, a line per step and a row of panels per method.
+    """Draw variance of the gradient and loss over time, a row of four panels per method and a line per snapshot.
 
-    The first two panels of a row show variance and loss of the training loss, the others for the VLB loss. The
-    background is the density of the drawn timesteps at the last snapshot of the method. Lines and density are means
-    over the seeds.
+    The first two panels of a row show gradient variance and value of the training loss, the others those of the VLB
+    loss. The background is the density of the drawn timesteps at the method's last snapshot. Lines and density are
+    means over the seeds.
     """
     methods_with_rows = list(table.groupby("method", sort=False))
     colors = _snapshot_colors(table)
@@ -88,7 +88,10 @@ def _draw_gradient_variance(table: pd.DataFrame, experiment: Experiment) -> Figu
 
 
 def _shade_density(axes: Axes, density: "pd.Series[float]") -> None:
-    """Shade the area below a density, a series by time, as background, on a second y axis at the right."""
+    """Shade the area below a density, a series by time, as background, on a second y axis at the right.
+
+    The background of the given axes becomes transparent.
+    """
     background = axes.twinx()
     background.fill_between(density.index, density, color=_SHADE, linewidth=0)
     background.set(ylim=(0, 1.3 * max(1.6, density.max())))  # a uniform density, 1, fills at most the lower half
@@ -101,8 +104,8 @@ def _shade_density(axes: Axes, density: "pd.Series[float]") -> None:
 def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw loss and variance of the gradient in SpeeD's areas over training, with the share of draws in each area.
 
-    A row of panels shows one loss of one method: the loss at the left, the variance at the right. The shares are from
-    the last snapshot, and are written next to the lines.
+    A row of panels shows one loss of one method: the loss at the left, the variance at the right. The areas' shares of
+    the process and of the draws are from the last snapshot, and are written next to the lines.
     """
     groups = list(table.groupby(["method", "loss"], sort=False))
     height = grid_height(len(groups), panel_height=1.8, row_space=0.7)
@@ -126,13 +129,16 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
 
 
 def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw cosines between gradients at levels of ln SNR, at the last snapshots, at most four; a method has two rows.
+    """Draw how gradients at different levels of ln SNR agree; each method has two rows of panels.
 
-    The lower row shows size and noise of the gradient by level, at all snapshots. Estimates that are not positive are
-    left out. The last panel needs rows of loss ``preconditioned``, measured in Adam's metric.
+    The upper row has a matrix of cosines for each of the last snapshots, at most four. The lower row shows squared
+    mean, variance and noise scale of the gradient by level, a line per snapshot. Estimates that are not positive are
+    left out. With rows of loss ``preconditioned``, a fourth panel shows the noise scale in Adam's metric.
     """
-    plain, preconditioned = table[table["loss"] == "training"], table[table["loss"] == "preconditioned"]
-    methods, colors = list(plain["method"].unique()), _snapshot_colors(plain)
+    plain = table[table["loss"] == "training"]
+    preconditioned = table[table["loss"] == "preconditioned"]
+    methods = list(plain["method"].unique())
+    colors = _snapshot_colors(plain)
     last_steps = list(colors)[-_AGREEMENT_STEPS:]
     row_count, column_count = 2 * len(methods), _AGREEMENT_STEPS
     width, height = 11.5, 5.2 * len(methods)
@@ -165,8 +171,8 @@ def _draw_cosines(
 ) -> None:
     """Draw the matrix of cosines between the gradients of two levels, a panel per step, with a colour bar.
 
-    Cosines are means over the seeds. `rows` are those of `method`, which is only the title. `steps` has at least one
-    step, and `panels` at least one axes per step. Further panels stay empty; the caller removes them.
+    Cosines are means over the seeds. `rows` are the rows of one method, whose name is only used for the titles. `steps`
+    has at least one step, and `panels` at least one axes per step. Further panels stay empty; the caller removes them.
     """
     for axes, step in zip(panels, steps):
         mean = rows[rows["step"] == step].groupby("level").mean(numeric_only=True)  # over seeds; a row per level
@@ -179,9 +185,10 @@ def _draw_cosines(
 
 
 def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw a matrix per snapshot: how training on one interval of the process changes the loss on every interval, in %.
+    """Draw a matrix per method and snapshot: how training on an interval of the process changes the loss on each, in %.
 
     Rows are trained intervals, and the last row is the whole process. Columns are the intervals of the measured loss.
+    A change is relative to the loss before, both means over the seeds.
     """
     figure, panels = _create_panels(table, ["method", "step"], columns=3, width=3.6, height=3.6, row_space=0.95)
     for axes, (method, step), rows in panels:
@@ -208,7 +215,8 @@ def _draw_density(table: pd.DataFrame, experiment: Experiment) -> Figure:
     The dashed line is p(t) over its mean, at the last snapshot. The y axis is logarithmic and equal in all panels;
     values below 0.02 are outside of it.
     """
-    colors, process = _snapshot_colors(table), experiment.diffusion.process.name
+    colors = _snapshot_colors(table)
+    process = experiment.diffusion.process.name
     figure, panels = _create_panels(table, ["method"], columns=4, width=2.3, height=2.3, row_space=0.9)
     highest = max(2, table["trained"].max())  # a uniform density is 1
     for axes, (method,), rows in panels:
@@ -223,17 +231,17 @@ def _draw_density(table: pd.DataFrame, experiment: Experiment) -> Figure:
 
 
 def _draw_relative_time(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw the distance over time, in units of the time at which the baseline is at its best."""
+    """Draw each method's distance over training time, in units of the time at which the baseline is at its best."""
     figure, grid = create_figure(5.6, 4.0)
     _draw_distance_over_time(grid[0, 0], table, experiment)
     return figure
 
 
 def _draw_subset_size(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw the distance against relative time, a line per |S|, and time per step and last distance against |S|.
+    """Draw three panels: distance against relative time, and time per step and last distance against the size |S|.
 
-    Dashed lines in the panels against |S| show the baseline, whose rows have no |S| (NaN in column ``selected``). Bars
-    are one standard deviation over seeds.
+    The first panel has a line per method. Dashed lines in the other panels show the baseline, whose rows have no |S|
+    (NaN in column ``selected``). Bars are one standard deviation over seeds.
     """
     figure, grid = create_figure(12.6, 3.2, 1, 3, column_space=2.1)
     _draw_distance_over_time(grid[0, 0], table, experiment)
@@ -253,7 +261,7 @@ def _draw_subset_size(table: pd.DataFrame, experiment: Experiment) -> Figure:
 
 
 def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw variance and mean of the increments with their bounds, a panel per process; t = 0 is left out.
+    """Draw variance and mean of the increments with their bounds, a panel per process; the first time is left out.
 
     The background shows SpeeD's areas. The title contains the percentage of times in each area, in the order of the
     process and with t = 0.
@@ -261,7 +269,7 @@ def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
     figure, panels = _create_panels(table, ["process"], columns=4, width=2.2, height=2.4, row_space=0.8)
     for axes, (name,), rows in panels:
         area_shares = 100 * rows["area"].value_counts(normalize=True, sort=False)
-        rows = rows.iloc[1:]  # a log axis has no t = 0
+        rows = rows.iloc[1:]  # without t = 0, which a log axis cannot show
         _draw_increment_moments(axes, rows)
         full_height = axes.get_xaxis_transform()  # y = 1 is the upper edge of the axes
         look: dict[str, Any] = {"fill": True, "alpha": 0.6, "linewidth": 0, "zorder": 0}
@@ -280,7 +288,7 @@ def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
 
 
 def _draw_increment_moments(axes: Axes, rows: pd.DataFrame) -> None:
-    """Draw variance and size of the mean of a process' increments over time, with their bounds as dashed lines.
+    """Draw the variance and the absolute mean of a process' increments over time, with their bounds as dashed lines.
 
     Values that are not positive are left out: the caller makes the y axis logarithmic. The caller also adds title,
     labels and legend. `rows` are the rows of one process, by ascending time.
@@ -309,14 +317,14 @@ _DRAW_FUNCTIONS: dict[str, Callable[[pd.DataFrame, Experiment], Figure]] = {
 def _create_panels(
     table: pd.DataFrame, by: list[str], columns: int, width: float, height: float, row_space: float
 ) -> tuple[Figure, Iterator[tuple[Axes, Any, pd.DataFrame]]]:
-    """Create a figure with a grid that has a panel for every group of a table.
+    """Create a figure with a grid that has a panel for every group of a table; other cells of the grid are removed.
 
     `columns` is the largest number of columns of the grid. `width` and `height` of a panel, and `row_space`, are in
     inches. A panel is up to 0.75 inches wider than `width`.
 
     Returns:
-        The figure; and an iterator over axes, key (a tuple with a value per column of `by`) and rows of each group, in
-            the order of the table.
+        The figure; and an iterator over axes, key and rows of each group, in the order of the table. A key is a tuple
+            with a value per column of `by`.
     """
     groups = list(table.groupby(by, sort=False))
     columns = min(columns, len(groups))
@@ -330,7 +338,8 @@ def _create_panels(
     )
     for axes in grid.flat[len(groups) :]:
         axes.remove()
-    return figure, ((axes, key, group) for axes, (key, group) in zip(grid.flat, groups))
+    panels = ((axes, key, group_rows) for axes, (key, group_rows) in zip(grid.flat, groups))
+    return figure, panels
 
 
 def _last_snapshot_rows(table: pd.DataFrame) -> pd.DataFrame:
@@ -340,9 +349,10 @@ def _last_snapshot_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _snapshot_colors(table: pd.DataFrame) -> dict[int, Any]:
-    """Return a colour for each step in a table, ascending, from light to dark."""
+    """Return a colour (RGBA) by step for the steps in a table; steps ascend, from light to dark."""
     steps = np.sort(table["step"].unique()).tolist()
-    return dict(zip(steps, matplotlib.colormaps["viridis"](np.linspace(0.9, 0.0, len(steps)))))
+    colors = matplotlib.colormaps["viridis"](np.linspace(0.9, 0.0, len(steps)))
+    return dict(zip(steps, colors))
 
 
 def _draw_group_lines(axes: Axes, table: pd.DataFrame, x: str, y: str, by: str, colors: dict[Any, Any]) -> None:
@@ -360,9 +370,10 @@ def _draw_group_lines(axes: Axes, table: pd.DataFrame, x: str, y: str, by: str, 
 
 
 def _draw_matrix(axes: Axes, values: pd.DataFrame, columns: list[str], rows: list[str], **scale: Any) -> Any:
-    """Draw a matrix as an image and return the image; orange is above 0, purple below, grey unknown.
+    """Draw a matrix as an image with labelled rows and columns, and return matplotlib's image, for a colour bar.
 
-    `values` may have fewer rows than `rows` has labels. The arguments `scale` of `imshow` map values to colours.
+    Orange is above 0, purple below, grey unknown. `columns` and `rows` are the labels; `rows` may have more labels than
+    the matrix has rows. The arguments `scale` of `imshow` map values to colours.
     """
     image = axes.imshow(values, cmap="PuOr_r", interpolation="nearest", **scale)
     axes.set_facecolor(_SHADE)
@@ -395,7 +406,7 @@ def _draw_distance_over_time(axes: Axes, table: pd.DataFrame, experiment: Experi
 
 
 def _draw_snapshot_legend(figure: Figure, colors: dict[int, Any], *more_handles: Any) -> None:
-    """Draw a legend above the figure, with the colour of each snapshot and further handles."""
+    """Draw a legend above the panels, with a line in the colour of each snapshot and further matplotlib handles."""
     handles = [Line2D([], [], color=color, linewidth=2, label=f"step {step:,}") for step, color in colors.items()]
     left = -0.014  # the legend's padding would move its text right of the panels' edge
     top = 1 + 0.72 / figure.get_figheight()  # 0.72 inches above the panels, over their titles

@@ -16,7 +16,7 @@ from kairos.report.published_numbers import published_csv
 
 
 def build_report(experiment: Experiment, folder: Path, unfinished: bool = False) -> Path:
-    """Read the results of an experiment, write its report, and return the path of the page.
+    """Read the results of an experiment, write its report into the results folder, and return the path of the page.
 
     A complete report consists of figures/, summary.csv, report.html and, with published numbers, published.csv. An
     earlier report_unfinished.html is then deleted. An earlier published.csv stays if there are no published numbers.
@@ -71,8 +71,8 @@ def summary_csv(results: Results) -> str:
 def _reference_rows(results: Results) -> list[Record]:
     """Return the available reference rows, in the order of `REFERENCE_ROWS`, as rows of summary.csv.
 
-    A row contains its name as ``method``, its values, the name of the experiment, and the five fields of the protocol
-    that reference rows have. A field that reference.json lacks is None.
+    A row contains its name as ``method``, its values, five protocol fields of reference.json, and the name of the
+    experiment. A field that reference.json lacks is None. Seed, step and training times are not included.
     """
     reference = results.reference
     rows = []

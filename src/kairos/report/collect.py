@@ -57,14 +57,17 @@ class SnapshotResults:
 
     @property
     def measured_values(self) -> Record:
-        """Measured values by column name, as a flat dictionary.
+        """Metrics and validation losses of the evaluation by column name, as a flat dictionary.
 
         A metric ``x`` comes with its standard deviation ``x_spread`` and the list ``x_sets`` of its values for single
-        sample sets. Names of validation losses begin with ``val_``; the evaluation may lack these losses.
+        sample sets. Validation losses have the prefix ``val_``; there are none if the evaluation has no validation.
+        Losses by time are left out.
         """
         validation = self.evaluation.get("validation") or {}  # absent if none was computed
-        # other entries are not losses: counts are integers, losses by time a list
-        losses = {f"val_{name}": value for name, value in validation.items() if isinstance(value, float)}
+        losses = {}
+        for name, value in validation.items():
+            if isinstance(value, float):  # other entries are not losses: counts are integers, losses by time a list
+                losses[f"val_{name}"] = value
         return {**self.evaluation["metrics"], **losses}
 
 
@@ -106,12 +109,15 @@ class RunResults:
 
     @property
     def last_snapshot(self) -> SnapshotResults:
-        """Results of the last evaluated snapshot."""
+        """Results of the last evaluated snapshot; without snapshots, the access raises IndexError."""
         return self.snapshots[-1]
 
     @property
     def learns_sampler(self) -> bool:
-        """True if the sampler learns during training; False if the snapshot's record lacks this field."""
+        """True if the sampler learns during training, by field `learned` of the last snapshot's record.
+
+        A record without this field is treated as False.
+        """
         return bool(self.last_snapshot.record.get("learned"))
 
 
@@ -145,45 +151,49 @@ class MethodMeasurements:
         return is_higher_better(self.metric)
 
     def values_of(self, method: str, column: str) -> pd.DataFrame:
-        """Return a column of the table for one method, a row per compared seed and a column per step, ascending.
+        """Return the values of a column for one method as a table: a row per compared seed, a column per step.
 
-        Missing values are NaN, and all values are NaN if the table lacks the column. The steps are
-        the steps in the method's rows; there are none if the table lacks the method.
+        Rows have the order of `seeds`, and steps ascend. Missing values are NaN, and all values are NaN if the table
+        lacks the column. The steps are the steps in the method's rows; there are none if the table lacks the method.
         """
         no_rows = self.table[:0]
         rows = self._rows_by_method.get(method, no_rows)
-        steps, step_indices = np.unique(rows["step"].to_numpy(int), return_inverse=True)
-        seed_indices = pd.Index(self.seeds).get_indexer(pd.Index(rows["seed"]))  # -1: a seed that is not compared
+        # position of every row's value in the result: its seed is the row, its step the column
+        steps, step_positions = np.unique(rows["step"].to_numpy(int), return_inverse=True)
+        seed_positions = pd.Index(self.seeds).get_indexer(pd.Index(rows["seed"]))  # -1: a seed that is not compared
         values = np.full((len(self.seeds), len(steps)), np.nan)
         if column in rows:
-            is_compared = seed_indices >= 0
+            is_compared = seed_positions >= 0
             column_values = rows[column].to_numpy(float, na_value=np.nan)
-            values[seed_indices[is_compared], step_indices[is_compared]] = column_values[is_compared]
+            values[seed_positions[is_compared], step_positions[is_compared]] = column_values[is_compared]
         return pd.DataFrame(values, pd.Index(self.seeds, name="seed"), pd.Index(steps, name="step"))
 
     @cached_property
     def _rows_by_method(self) -> dict[str, pd.DataFrame]:
-        """Rows of the table for each method."""
+        """Rows of the table by method; a method without rows has no entry."""
         return {str(method): rows for method, rows in self.table.groupby("method", sort=False)}
 
     @cached_property
     def common_measurements(self) -> "MethodMeasurements":
         """Measurements up to the last snapshot that all methods have, of the seeds that all methods have there.
 
-        A method has a snapshot if it is evaluated for any seed. If no seed is evaluated for all methods at this
-        snapshot, all seeds and the lines in `missing` are kept. Otherwise `missing` is empty.
+        A method has a snapshot if it is evaluated for any seed. Earlier snapshots are kept even if a method lacks them.
+        If no seed is evaluated for all methods at the last common snapshot, all seeds and the lines in `missing` are
+        kept. Otherwise `missing` is empty.
 
         Raises:
             KairosError: no snapshot after step 0 is evaluated for all methods.
         """
         trained_rows = self.table[self.table["step"] > 0]
+        seed_sets_by_step_and_method = trained_rows.groupby(["step", "method"])["seed"].agg(set)
         # a row per step, ascending, and a column per method; a cell is the set of evaluated seeds, NaN without any
-        seed_sets = trained_rows.groupby(["step", "method"])["seed"].agg(set).unstack().reindex(columns=self.methods)
-        seed_sets_at_common_steps = seed_sets.dropna()
+        seed_sets = seed_sets_by_step_and_method.unstack().reindex(columns=self.methods)
+        seed_sets_at_common_steps = seed_sets.dropna()  # without steps that a method lacks
         if seed_sets_at_common_steps.empty:
             raise KairosError(f"{', '.join(self.methods)}: no snapshot after step 0 is evaluated for all of them")
         last_common_step = seed_sets_at_common_steps.index[-1]
-        common_seeds = set.intersection(*seed_sets_at_common_steps.loc[last_common_step])  # one set per method
+        seed_sets_of_methods = seed_sets_at_common_steps.loc[last_common_step]  # one set per method
+        common_seeds = set.intersection(*seed_sets_of_methods)
         table = self.table[self.table["step"] <= last_common_step]
         if not common_seeds:
             return replace(self, table=table)
@@ -236,7 +246,7 @@ class Results:
 
     @property
     def baseline(self) -> str | None:
-        """Method that differences and factors refer to, see `Experiment.baseline`."""
+        """Method that differences and factors refer to, or None, see `Experiment.baseline`."""
         return self.experiment.baseline
 
     @property
@@ -247,10 +257,11 @@ class Results:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Table with a row per evaluated snapshot: experiment, method, seed, step, measured values and protocol.
+        """Table with a row per evaluated snapshot, in the order of `run_snapshots`; all columns have dtype object.
 
-        `train_seconds` is 0 at step 0, and None if timing.jsonl lacks the step. Other values that a snapshot lacks are
-        NaN. All columns have dtype object.
+        Columns are experiment, method, seed, step, images_seen, train_seconds, the measured values (see
+        `SnapshotResults.measured_values`) and the fields of the evaluation's protocol. `train_seconds` is 0 at step 0,
+        and None if timing.jsonl lacks the step. Other values that a snapshot lacks are NaN.
         """
         rows = []
         for run, snapshot in self.run_snapshots:
@@ -267,7 +278,7 @@ class Results:
 
     @cached_property
     def measurements(self) -> MethodMeasurements:
-        """Measurements of the methods, for their comparison."""
+        """Measurements of all methods and seeds, to compare the methods by the primary metric."""
         return MethodMeasurements(
             table=self.table,
             methods=self.methods,
@@ -283,7 +294,11 @@ class Results:
         return [(run, snapshot) for run in self.runs for snapshot in run.snapshots]
 
     def runs_of(self, method: str) -> list[RunResults]:
-        """Return the training runs of a method in the order of the seeds; an unfinished experiment may lack seeds."""
+        """Return the training runs of a method in the order of the seeds; an unfinished experiment may lack runs.
+
+        Raises:
+            KeyError: the experiment lacks the method.
+        """
         return self._runs_by_method[method]
 
     @cached_property
@@ -310,7 +325,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
     Raises:
         KairosError: the folder, reference.json or a manifest is missing or damaged; or timing.jsonl of a run or the
             record of a job's time is damaged. A result is missing, damaged or outdated, or was evaluated with another
-            extractor or reference; if `unfinished`, only if no run is evaluated past step 0.
+            extractor or reference. If `unfinished`, such a result raises only if no run is evaluated past step 0.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -356,7 +371,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
 
 
 def load_recorded_experiment(folder: Path) -> Experiment:
-    """Load the experiment from the record that was written last in a results folder, by modification time.
+    """Load the experiment from the newest snapshot's record in a results folder, by modification time of the records.
 
     Raises:
         KairosError: the folder contains no snapshot, or the record is damaged or not a valid experiment.
@@ -368,10 +383,10 @@ def load_recorded_experiment(folder: Path) -> Experiment:
 
 
 def load_real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
-    """Return a label, and the first `count` held-out images, or training images if none are held out.
+    """Return a label and the first `count` held-out images, or training images if none are held out.
 
-    The images are uint8 (n, height, width, channels), n at most `count`. The label is ``real, held out`` or ``real,
-    trained on``.
+    The label is ``real, held out`` or ``real, trained on``. The images are uint8 (n, height, width, channels); n is
+    below `count` if there are fewer.
 
     Raises:
         KairosError: the data set is missing or damaged.
@@ -413,9 +428,10 @@ def _describe_missing(run: RunResults, errors: list[KairosError]) -> str:
 
 
 def _describe_outdated(runs_with_errors: list[_RunWithErrors]) -> tuple[str, ...]:
-    """Describe each change of settings that makes results outdated, in a line with the runs that it concerns.
+    """Return a line per change of settings that makes results outdated, with the runs that it concerns in brackets.
 
-    A line lists up to three changes of one snapshot, and of more than 12 runs only the first five.
+    A change is the text of an `OutdatedError`, up to three settings; other errors are ignored. Of more than 12 runs, a
+    line lists the first five.
     """
     runs_by_changes = defaultdict[str, list[str]](list)
     for run, errors in runs_with_errors:
@@ -427,7 +443,7 @@ def _describe_outdated(runs_with_errors: list[_RunWithErrors]) -> tuple[str, ...
 
 
 def _restrict_to_runs(experiment: Experiment, runs: list[RunResults]) -> Experiment:
-    """Return the experiment with only the methods and seeds that the runs have."""
+    """Return a copy of the experiment with only those methods and seeds that occur in the runs."""
     run_methods = {run.method for run in runs}
     run_seeds = {run.seed for run in runs}
     methods = {name: method for name, method in experiment.methods.items() if name in run_methods}
@@ -438,11 +454,12 @@ def _restrict_to_runs(experiment: Experiment, runs: list[RunResults]) -> Experim
 def _read_run(
     expected: ExpectedSettings, method: str, seed: int, reference: Record, unfinished: bool
 ) -> _RunWithErrors:
-    """Read the valid snapshots of a run, and collect an error for each result that is missing, damaged or outdated.
+    """Read the results of a run, and collect an error for each result that is missing, damaged or outdated.
 
-    If `unfinished`, only snapshots of the run that wrote the one with the highest step are kept. Until this run has
-    ended, the result's record is the record of its last snapshot, in the form of training.json; it is empty without
-    snapshots. If not `unfinished`, the snapshots are not checked to be of one run.
+    The results contain the valid snapshots. If `unfinished`, only snapshots of the run that wrote the one with the
+    highest step are kept. Until this run has ended, the results' record is the record of its last snapshot, in the form
+    of training.json; it is empty without snapshots. If not `unfinished`, the snapshots are not checked to be of one
+    run. A missing timing.jsonl is not an error.
 
     Raises:
         KairosError: timing.jsonl is damaged.
@@ -456,17 +473,9 @@ def _read_run(
         last_snapshot = snapshots[-1]
         snapshots = _select_run(snapshots, last_snapshot.record["identity"], errors)
         record = last_snapshot.record | {"steps": last_snapshot.step, "components": {}}  # has the form of training.json
-    # files that a run writes at its end
-    metrics_file = None
+    metrics_file: Path | None = None
     with _collect_error(errors):  # after an error, `record` and `metrics_file` stay as they are
-        record_at_end = _read(folder / "training.json", "train")
-        metrics_file_at_end = _read(folder / "metrics.jsonl", "train", Path)
-        # an unfinished run may have the two files of an earlier run, which are ignored
-        if not unfinished or record_at_end["identity"] == record.get("identity"):
-            if unfinished:
-                # raises an error now if the file is damaged; an error in a figure would end the report
-                _read(metrics_file_at_end, "train", _read_json_lines)
-            record, metrics_file = record_at_end, metrics_file_at_end
+        record, metrics_file = _read_files_of_ended_run(folder, record, unfinished)
     # training times by step
     timing_file = folder / "timing.jsonl"
     timing = _read(timing_file, "train", _read_json_lines) if timing_file.exists() else []
@@ -482,6 +491,25 @@ def _read_run(
     return run, errors
 
 
+def _read_files_of_ended_run(folder: Path, snapshot_record: Record, unfinished: bool) -> tuple[Record, Path | None]:
+    """Return the content of training.json and the path of metrics.jsonl, the files that a run writes at its end.
+
+    If `unfinished`, the files may belong to an earlier run than `snapshot_record`, the record of the last snapshot. The
+    result is then `snapshot_record` and None.
+
+    Raises:
+        KairosError: a file is missing, or training.json is damaged; if `unfinished`, also if metrics.jsonl is damaged.
+    """
+    record = _read(folder / "training.json", "train")
+    metrics_file: Path = _read(folder / "metrics.jsonl", "train", Path)
+    if unfinished:
+        if record["identity"] != snapshot_record.get("identity"):
+            return snapshot_record, None
+        # raises an error now if the file is damaged; an error in a figure would end the report
+        _read(metrics_file, "train", _read_json_lines)
+    return record, metrics_file
+
+
 def _read_snapshots(
     expected: ExpectedSettings,
     method: str,
@@ -490,17 +518,18 @@ def _read_snapshots(
     errors: list[KairosError],
     unfinished: bool,
 ) -> list[SnapshotResults]:
-    """Read the valid snapshots of a run; append an error to `errors` for each one that is missing, damaged or outdated.
+    """Return the valid snapshots of a run; append an error to `errors` for each milestone without a valid one.
 
-    If `unfinished`, a snapshot with a damaged table of its strategy is left out, too. Otherwise the table is not read
-    here; a damaged one raises an error when a figure needs it.
+    A snapshot is invalid if it is outdated, or if one of its files is missing, damaged or rejected by `_read_snapshot`.
+    If `unfinished`, a damaged table of its strategy also makes it invalid. Otherwise the table is not read here; a
+    damaged one raises an error when a figure needs it.
     """
     folder = expected.results / method / f"seed{seed}"
     snapshots = []
     for step in expected.experiment.milestones:
         with _collect_error(errors):
-            path = folder / "milestones" / step_name(step) / "milestone.json"
-            changes = expected.find_changes(method, seed, path)  # none if the record is missing or damaged
+            record_file = folder / "milestones" / step_name(step) / "milestone.json"
+            changes = expected.find_changes(method, seed, record_file)  # none if the record is missing or damaged
             if changes:
                 raise OutdatedError(format_changes(changes))
             snapshot = _read_snapshot(expected, folder, step, reference)
@@ -511,7 +540,7 @@ def _read_snapshots(
 
 
 def _select_run(snapshots: list[SnapshotResults], identity: str, errors: list[KairosError]) -> list[SnapshotResults]:
-    """Return the snapshots of the run with this identity; append an error to `errors` for each other snapshot."""
+    """Return the snapshots whose record has this identity; append an error to `errors` for each other snapshot."""
     selected = []
     for snapshot in snapshots:
         if snapshot.record["identity"] == identity:
@@ -524,11 +553,11 @@ def _select_run(snapshots: list[SnapshotResults], identity: str, errors: list[Ka
 def _remove_outdated_evaluations(
     runs_with_errors: list[_RunWithErrors], expected: ExpectedSettings
 ) -> list[_RunWithErrors]:
-    """Remove evaluations whose sampling or evaluation settings differ from the experiment's, and add an error for each.
+    """Remove snapshots whose evaluation has other sampling or evaluation settings, and add an `OutdatedError` for each.
 
-    The result has every run, with fewer snapshots or none. If every evaluation differs, the runs are returned
-    unchanged, because their evaluations can be compared with each other. This can happen if the experiment comes from a
-    snapshot's record, which may be older than the evaluations.
+    The settings are compared with the experiment's. The result has every run, with fewer snapshots or none. If every
+    evaluation differs, the runs are returned unchanged, because their evaluations can be compared with each other. This
+    can happen if the experiment comes from a snapshot's record, which may be older than the evaluations.
     """
     runs_with_valid_snapshots: list[_RunWithErrors] = []
     for run, errors in runs_with_errors:
@@ -548,10 +577,10 @@ def _remove_outdated_evaluations(
 
 
 def _describe_differences(runs: list[RunResults], expected: ExpectedSettings) -> tuple[str, ...]:
-    """Describe what differs in included runs: sampling, evaluation, code, or settings that change rounding.
+    """Describe how included runs differ from the experiment: sampling, evaluation, rounding settings, code or device.
 
     The last snapshot of each run is compared. Each reason has one sentence ``Computed with REASON: RUNS.``, and a run
-    may have several reasons.
+    may have several reasons. Code and rounding are compared by the identity, if the present one is known.
     """
     runs_by_reason = defaultdict[str, list[str]](list)
     for run in runs:
@@ -569,7 +598,7 @@ def _describe_differences(runs: list[RunResults], expected: ExpectedSettings) ->
 
 @contextmanager
 def _collect_error(errors: list[KairosError]) -> Iterator[None]:
-    """Append a KairosError of the block to `errors` instead of raising it."""
+    """Append a KairosError that the block raises to `errors`, and suppress it; other errors are raised."""
     try:
         yield
     except KairosError as error:
@@ -577,10 +606,10 @@ def _collect_error(errors: list[KairosError]) -> Iterator[None]:
 
 
 def _read_snapshot(expected: ExpectedSettings, run_folder: Path, step: int, reference: Record) -> SnapshotResults:
-    """Read record and evaluation of a snapshot, and check that its strategy table and sample grid exist.
+    """Read record and evaluation of a snapshot as `SnapshotResults`; strategy table and sample grid must exist.
 
     Raises:
-        KairosError: a file is missing or damaged, the evaluation belongs to another run, its extractor or reference
+        KairosError: a file is missing or damaged. The evaluation belongs to another run, or its extractor or reference
             statistics differ from `reference`, or it lacks the metric of `reference`.
     """
     name = step_name(step)
@@ -639,9 +668,9 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
 
 
 def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -> Any:
-    """Read a file of the results; an error reports the kairos command (without the word kairos) that creates the file.
+    """Return what `reader` returns for a file of the results; the reader `Path` only checks that the file exists.
 
-    The `reader` `Path` only checks that the file exists.
+    `command` is the kairos command, without the word kairos, that creates the file; errors report it.
 
     Raises:
         KairosError: the file is missing, or the reader rejects its content with a ValueError or KairosError.
@@ -657,5 +686,9 @@ def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -
 
 
 def _read_json_lines(path: Path) -> list[Record]:
-    """Read a file that contains one JSON object per line."""
+    """Read a file that contains one JSON object per line, except a last line without a newline, which is incomplete.
+
+    Raises:
+        ValueError: a line is not JSON.
+    """
     return [json.loads(line) for line in read_lines(path)]

@@ -44,7 +44,9 @@ Selection = Sequence[tuple[Results, list[str]]]  # experiments, each with its se
 def join_experiments(
     selection: Selection, baseline: str | None = None, metric: str | None = None
 ) -> MethodMeasurements:
-    """Join the selected methods of several experiments, named ``experiment/method``; one experiment keeps its names.
+    """Join the measured values of the selected methods of several experiments, as `MethodMeasurements`.
+
+    Methods are renamed to ``experiment/method``, except if the selection has one experiment.
 
     Args:
         selection: experiments, each with its selected methods.
@@ -67,14 +69,18 @@ def join_experiments(
     tables = list[pd.DataFrame]()
     names = list[str]()
     for (results, methods), label in zip(selection, _experiment_labels(selection)):
-        new_names = {method: f"{label}/{method}" if len(selection) > 1 else method for method in methods}
+        if len(selection) > 1:
+            new_names = {method: f"{label}/{method}" for method in methods}
+        else:
+            new_names = {method: method for method in methods}
         rows = results.table[results.table["method"].isin(methods)]
-        compared_column = metric or results.primary_metric  # must be equal for all experiments
+        compared_column = metric or results.primary_metric
         rows = rows.assign(metric=compared_column, **_loss_settings(results, compared_column))
-        tables.append(rows.assign(experiment=label, method=rows["method"].map(new_names)))
+        rows = rows.assign(experiment=label, method=rows["method"].map(new_names))
+        tables.append(rows)
         names += new_names.values()
     table = pd.concat(tables)
-    # check that the numbers can be compared
+    # check that the numbers can be compared: every experiment measures the metric, and protocols are equal
     first_results, _ = selection[0]
     if metric is not None:
         measured_columns = _columns_measured_everywhere(selection)
@@ -95,16 +101,16 @@ def join_experiments(
 
 
 def _choose_baseline(names: list[str], requested: str | None, default: str | None) -> str:
-    """Return the first name that matches the requested method; without a request the default one, else the first name.
+    """Return the first name that matches the requested method, or the default method without a request.
 
-    A method matches with or without its experiment, as in ``experiment/method``. A default that matches no name is
-    replaced by the first name.
+    A name matches as a whole or by its method alone, as in ``experiment/method``. If the default is None or matches no
+    name, the result is the first name.
 
     Raises:
-        ConfigError: the requested method is not among the names.
+        ConfigError: the requested method matches no name.
     """
-    wanted = requested or default
-    matches = [name for name in names if wanted in (name, _method_name(name))]
+    method_to_match = requested or default
+    matches = [name for name in names if method_to_match in (name, _method_name(name))]
     if requested:
         demand(matches, "--baseline", requested, ", ".join(names))
     return matches[0] if matches else names[0]
@@ -116,14 +122,15 @@ def _method_name(name: str) -> str:
 
 
 def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
-    """Describe each column whose value is not equal in all rows, such as ``n_samples (500 in a, 1000 in b)``.
+    """Describe each of the columns whose value is not equal in all rows, such as ``n_samples (500 in a, 1000 in b)``.
 
     Each value is shown with the experiment that has it first. Values are compared as texts, and shown with at most 12
-    characters. The list is empty if all columns are equal.
+    characters. The list is empty if all values are equal.
     """
     differences = []
     for column in columns:
-        rows = table.assign(value=table[column].astype(str)).drop_duplicates("value")
+        texts = table.assign(value=table[column].astype(str))
+        rows = texts.drop_duplicates("value")  # the first row with each value
         if len(rows) > 1:
             values = [f"{value[:12]} in {label}" for value, label in zip(rows["value"], rows["experiment"])]
             differences.append(f"{column} ({', '.join(values)})")
@@ -131,27 +138,33 @@ def _find_differences(table: pd.DataFrame, columns: list[str]) -> list[str]:
 
 
 def _columns_measured_everywhere(selection: Selection) -> list[str]:
-    """Return the names of the numbers that every evaluated snapshot of the selected methods has.
+    """Return the names of the measured numbers that every evaluated snapshot of the selected methods has.
 
-    Standard deviations over sample sets are left out. The order is the first snapshot's. The list is empty if no
-    snapshot is evaluated.
+    Standard deviations over sample sets (``_spread``) and lists are left out. The order is the first snapshot's. The
+    list is empty if no snapshot is evaluated.
     """
-    common_columns: dict[str, None] | None = None  # names in order
+    common_columns: list[str] | None = None  # None before the first snapshot
     for results, methods in selection:
         for run, snapshot in results.run_snapshots:
-            if run.method in methods:
-                values = snapshot.measured_values
-                numbers = {name for name, value in values.items() if isinstance(value, (int, float))}
-                names = values if common_columns is None else common_columns
-                common_columns = {name: None for name in names if name in numbers and not name.endswith("_spread")}
-    return list(common_columns or ())
+            if run.method not in methods:
+                continue
+            columns = []
+            for name, value in snapshot.measured_values.items():
+                if isinstance(value, (int, float)) and not name.endswith("_spread"):
+                    columns.append(name)
+            if common_columns is None:
+                common_columns = columns
+            else:
+                common_columns = [name for name in common_columns if name in columns]
+    return common_columns or []
 
 
 def _loss_settings(results: Results, column: str) -> dict[str, str]:
     """Return the settings that must be equal to compare losses of held-out images, as texts by dotted name.
 
-    The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the text ``None``, which
-    equals only another missing hash.
+    They are hashes of data and autoencoder, the process, and the numbers of strata and images; for ``mlperf8``, also
+    the prediction. The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the text
+    ``None``, which equals only another missing hash.
     """
     if column not in ("mlperf8", *VALIDATION_LOSSES):
         return {}
@@ -172,9 +185,10 @@ def build_comparison_table(
 ) -> pd.DataFrame:
     """Build a table with `COLUMNS` and a row per method, the best value first; unknown values are NaN.
 
-    The values are of the last common snapshot. If the measurements have no baseline, the first method is used. The
-    baseline's difference to itself is 0, without an interval. Differences are in units of the metric. Column ``spread``
-    is the larger of the standard deviations over sample sets and over seeds.
+    The values are means over seeds at the last common snapshot. If the measurements have no baseline, the first method
+    is used. Differences are in units of the metric: the baseline's value times (ratio to it − 1). The baseline's
+    difference to itself is 0, without an interval. Column ``spread`` is the larger of the standard deviations over
+    sample sets and over seeds.
 
     Args:
         measurements: measured values of the methods.
@@ -218,7 +232,10 @@ def build_comparison_table(
 
 
 def _no_seeds_error(measurements: MethodMeasurements) -> KairosError:
-    """Return the error for methods without a seed that has values of all of them, with the reason."""
+    """Return the error for methods that have no common seed for ratios; its message contains the reason.
+
+    The reason is that values are 0 or negative, or that no seed is evaluated for all methods.
+    """
     names = ", ".join(measurements.methods)
     if _seeds_without_ratios(measurements):
         return KairosError(
@@ -229,9 +246,9 @@ def _no_seeds_error(measurements: MethodMeasurements) -> KairosError:
 
 
 def _seeds_without_ratios(measurements: MethodMeasurements) -> list[int]:
-    """Return the common seeds for which any method's metric at the last common snapshot is 0 or negative.
+    """Return the common seeds for which the metric of any method is 0 or negative at the last common snapshot.
 
-    A missing value is ignored.
+    Missing values are ignored.
     """
     common = measurements.common_measurements
     final_values = [common.values_of(method, common.metric).iloc[:, -1] for method in common.methods]
@@ -256,10 +273,10 @@ def format_table(table: pd.DataFrame, form: str) -> str:
 
 
 def _format_for_terminal(cells: pd.DataFrame) -> str:
-    """Align columns of text for a terminal, below a line with those columns of `_SHARED` whose cells are all equal.
+    """Return a line with the columns of `_SHARED` whose cells are all equal, and below it the other columns, aligned.
 
     The first line is empty if no column of `_SHARED` has equal cells. The caller ensures that the index is 0, 1, 2 ...
-    and no cell is missing.
+    and no cell is missing. Cells are texts.
     """
     equal_columns = [name for name in _SHARED if cells[name].nunique() == 1]
     shared_line = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
@@ -270,12 +287,12 @@ def _format_for_terminal(cells: pd.DataFrame) -> str:
 
 
 def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | str], out: Path) -> str:
-    """Render the page at `out`, which shows the comparison of each results folder and links to its reports.
+    """Return the HTML of an index page, which shows the comparison of each results folder and links to its reports.
 
-    The page is returned, not written. It links only files that exist.
+    The page is not written. It links only files that exist, and contains the warnings of `find_ranking_warnings`.
 
     Args:
-        entries: results and comparisons of each folder, or the reason why there are none.
+        entries: results and comparisons of each results folder, or the reason, as a text, why there are none.
         out: path of the page; links are relative to its folder.
     """
     experiments = []
@@ -284,7 +301,7 @@ def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | st
         for label, file in _LINKS.items():
             if (folder / file).exists():
                 links[label] = os.path.relpath(folder / file, out.parent)
-        picture = links.pop("picture", None)  # shown, unlike the other files
+        picture = links.pop("picture", None)  # the page shows it instead of a link
         ranking_warnings = []
         if not isinstance(entry, str):
             results, _ = entry
@@ -295,12 +312,14 @@ def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | st
 
 
 def find_ranking_warnings(selection: Selection, metric: str | None = None) -> Iterator[str]:
-    """Yield a warning for every experiment whose distance ranks methods although it cannot, see `reason_not_to_rank`.
+    """Yield a warning for every experiment that ranks by a distance which cannot rank, see `reason_not_to_rank`.
 
-    With `metric` None, each experiment ranks its methods by its primary metric.
+    Methods are ranked by `metric`; with None, by the primary metric of each experiment. There is no warning if that is
+    not the experiment's Fréchet distance.
     """
     for (results, _), label in zip(selection, _experiment_labels(selection)):
-        ranks_by_distance = (metric or results.primary_metric) == results.metric
+        ranking_metric = metric or results.primary_metric
+        ranks_by_distance = ranking_metric == results.metric
         reason = reason_not_to_rank(results.reference) if ranks_by_distance else None
         if reason:
             yield f"{label}: {reason} {ADVICE}"
@@ -309,9 +328,9 @@ def find_ranking_warnings(selection: Selection, metric: str | None = None) -> It
 def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> Iterator[str]:
     """Yield the notes below a comparison table, for the joined measurements of a selection (`join_experiments`).
 
-    They report unfinished results (the first three runs of an experiment, and the number of runs), outdated results,
-    and results that are included although their code or rounding differs (`Results.notes`). They also report too few
-    seeds for a ranking, and seeds that are left out of all numbers or of the differences.
+    They report unfinished results (the first three runs of an experiment, and the number of runs), outdated results
+    and the notes of `Results.notes`. They also report too few seeds for a ranking, and seeds that are left out of all
+    numbers or of the differences.
     """
     # missing and outdated results, and results that differ in code or rounding
     for (results, _), label in zip(selection, _experiment_labels(selection)):
@@ -341,7 +360,7 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> 
 
 
 def _experiment_labels(selection: Selection) -> list[str]:
-    """Return the names of the experiments, or the results folders of all if two experiments have one name."""
+    """Return a label per experiment: its name, or, if any two experiments have one name, its results folder."""
     names = [results.experiment.experiment for results, _ in selection]
     if len(set(names)) < len(names):
         return [str(results.folder) for results, _ in selection]
@@ -349,9 +368,9 @@ def _experiment_labels(selection: Selection) -> list[str]:
 
 
 def _format_cell(value: object) -> str:
-    """Format a cell of the table; a float has four significant digits, and an unknown number becomes an empty text.
+    """Format a cell of the table; a float has four significant digits, and NaN or infinity becomes an empty text.
 
-    Integers and floats have separated thousands, such as ``12,000``.
+    Integers and floats have separated thousands, such as ``12,000``. Other values are converted by `str`.
     """
     if isinstance(value, float):
         return formatting.format_number(value, 4) if math.isfinite(value) else ""

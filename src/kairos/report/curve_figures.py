@@ -48,10 +48,10 @@ def metric_label(name: str) -> str:
 
 
 def draw_training_loss(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw smoothed training losses, mean over seeds: the minimised loss, and the squared error without weights.
+    """Draw smoothed training losses, mean over seeds, in two panels: minimised loss, and squared error without weights.
 
-    Methods without a look are left out, and so is a panel's line of a method without a training log or without that
-    loss in it. Methods without a look have no band, because levels of training losses do not compare between methods.
+    A method has no line in a panel if its training log is missing or lacks the loss. Methods without a look are left
+    out, without a band, because levels of training losses cannot be compared between methods.
     """
     figure, grid = create_figure(7.8, 2.95, 1, 2, column_space=1.9)
     panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
@@ -59,7 +59,7 @@ def draw_training_loss(results: Results, looks: dict[str, Look]) -> Figure:
         lines = {}
         for method in looks:
             logs = [run.metrics for run in results.runs_of(method)]
-            losses = [log.set_index("step")[column] for log in logs if column in log]
+            losses = [log.set_index("step")[column] for log in logs if column in log]  # one per seed
             if losses:
                 lines[method] = _smooth_mean(losses)
         settings = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)", "yscale": "log"}
@@ -68,17 +68,22 @@ def draw_training_loss(results: Results, looks: dict[str, Look]) -> Figure:
 
 
 def _smooth_mean(losses: "list[pd.Series[float]]") -> "pd.Series[float]":
-    """Return the mean over seeds at common steps, smoothed over a fortieth of the steps, with at most 1500 points."""
+    """Return the mean over seeds at the logged steps that all seeds have, smoothed and thinned to at most 1500 points.
+
+    Each point is the moving average over a fortieth of the points. The input has a series by step for each seed.
+    """
     mean = pd.concat(losses, axis=1, join="inner").mean(axis=1)
     window = max(1, len(mean) // 40)
+    smoothed = mean.rolling(window, center=True, min_periods=1).mean()
     stride = max(1, math.ceil(len(mean) / _POINTS))
-    return mean.rolling(window, center=True, min_periods=1).mean().iloc[::stride]
+    return smoothed.iloc[::stride]
 
 
 def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw the validation loss per timestep at the last snapshot: linear, logarithmic, and relative to the baseline.
+    """Draw the validation loss per timestep at the last snapshot, mean over seeds, in two or three panels.
 
-    Methods without a look are a grey band. Without a baseline the third panel is left out. The caller ensures that all
+    The panels are the loss on a linear and on a logarithmic axis, and below them its ratio to the baseline's loss.
+    Without a baseline the third panel is left out. Methods without a look are a grey band. The caller ensures that all
     runs have validation losses, see `Results.has_validation_losses`.
     """
     baseline = results.baseline
@@ -106,20 +111,23 @@ def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
 
 def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
     """Return the validation loss of a method at its last snapshot, mean over seeds, indexed by the time t."""
-    tables = [run.last_snapshot.evaluation["validation"]["per_timestep"] for run in results.runs_of(method)]
-    return pd.concat([pd.DataFrame(table).set_index("t")["loss"] for table in tables], axis=1).mean(axis=1)
+    losses_by_seed = []
+    for run in results.runs_of(method):
+        table = pd.DataFrame(run.last_snapshot.evaluation["validation"]["per_timestep"])
+        losses_by_seed.append(table.set_index("t")["loss"])
+    return pd.concat(losses_by_seed, axis=1).mean(axis=1)
 
 
 def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> Figure:
     """Draw the primary metric of every method against optimiser steps, or against training time if `over_time`.
 
-    Methods without a look are a grey band. Reference rows are dashed lines. The y axis is logarithmic. Points without a
-    known value or time are left out.
+    Values are means over seeds, with a bar and a band of one standard deviation. Methods without a look are a grey
+    band. Reference rows are dashed lines. The y axis is logarithmic. Points without a known value or time are left out.
     """
     figure, grid = create_figure(5.85, 4.25)
     axes = grid[0][0]
     curves = {method: build_curve(results.measurements, method) for method in results.methods}
-    # a time is NaN without a clock, and is treated as 0
+    # a time is NaN without a clock, and is treated as 0; the time unit is not used if `over_time` is False
     longest_seconds = max(np.nan_to_num(curve.seconds).max() for curve in curves.values())
     unit, unit_seconds = _choose_time_unit(longest_seconds)
     labels = []
@@ -150,7 +158,10 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
 
 
 def _choose_time_unit(longest: float) -> tuple[str, int]:
-    """Return the unit for times up to `longest` seconds, ``h``, ``min`` or ``s``, and its length in seconds."""
+    """Return the unit for times up to `longest` seconds, and the unit's length in seconds.
+
+    The unit is ``h`` for more than 3 hours, ``min`` for more than 3 minutes, else ``s``.
+    """
     if longest > 3 * 3600:
         return "h", 3600
     if longest > 3 * 60:
@@ -165,7 +176,7 @@ def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, l
     known even without a clock. The caller also makes the y axis logarithmic, and writes the label.
     """
     # values of an unfinished experiment may be missing, and times if there is no clock
-    is_known = np.isfinite(curve.mean + x)  # NaN if either is NaN
+    is_known = np.isfinite(curve.mean) & np.isfinite(x)
     x, mean = x[is_known], curve.mean[is_known]
     std_above = np.nan_to_num(curve.std[is_known])  # no band where it is unknown
     std_below = np.minimum(std_above, mean * 0.999)  # a log axis has no zero
@@ -178,10 +189,10 @@ def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, l
 def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None) -> Label:
     """Draw the range and the median of the curves of methods without a look, and return the label of the range.
 
-    The caller writes the label. The x axis is the training time averaged over methods, in units of `unit_seconds`; if
-    it is None, the x axis is the step.
+    A step is included if any curve has it. The x axis is the step if `unit_seconds` is None. Otherwise it is the
+    training time of a step, mean over methods, in units of `unit_seconds`. The caller writes the label.
     """
-    means = pd.concat([pd.Series(curve.mean, curve.steps) for curve in curves], axis=1).sort_index()
+    means = pd.concat([pd.Series(curve.mean, curve.steps) for curve in curves], axis=1).sort_index()  # a row per step
     x = means.index.to_numpy(float)
     if unit_seconds is not None:
         seconds = pd.concat([pd.Series(curve.seconds, curve.steps) for curve in curves], axis=1).sort_index()
@@ -205,9 +216,10 @@ def _draw_reference_rows(axes: Axes, results: Results) -> list[Label]:
 
 
 def _style_step_axis(axes: Axes, steps: np.ndarray) -> None:
-    """Put ticks at the snapshots; the x axis is logarithmic if the steps after 0 differ by a factor of more than 20.
+    """Put ticks at the snapshots' steps, and leave room for the marker at step 0.
 
-    A logarithmic axis is linear from 0 to the first trained snapshot. `steps` ascend from 0, and are at least two.
+    The x axis becomes logarithmic if the steps after 0 differ by a factor of more than 20. It is then linear from 0 to
+    the first trained snapshot. `steps` ascend from 0, and are at least two.
     """
     first_trained, last = steps[1], steps[-1]
     left = -0.015 * last  # room for the marker at step 0
@@ -222,11 +234,11 @@ def group_swept_methods(methods: Sequence[str]) -> dict[str, dict[str, dict[str,
     """Group the methods of a sweep, whose names contain options of a `grid` and their values.
 
     Returns:
-        Method by value of an option, by name without the option, by option. For example, methods ``a-k=1`` and
-        ``a-k=2`` give ``{"k": {"a": {"1": "a-k=1", "2": "a-k=2"}}}``. A method with several options is listed under
-        each of them. Other methods are left out.
+        ``{option: {name without the option: {value: method}}}``. For example, methods ``a-k=1`` and ``a-k=2`` give
+        ``{"k": {"a": {"1": "a-k=1", "2": "a-k=2"}}}``. A method with several options is listed under each of them.
+        Methods outside of sweeps are left out.
     """
-    groups: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    groups: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))  # levels are added on access
     for method in methods:
         for option, value in parse_sweep_name(method):
             name_without_option = method.replace(f"-{option}={value}", "", 1)
@@ -238,9 +250,10 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the primary metric at each method's last snapshot against each option of a sweep, a panel per option.
 
     A line connects the methods that differ in this option alone. Points are means over seeds. If a panel has more than
-    12 lines, five are labelled and the others are grey. A baseline outside of the sweep is a dashed line. The x axis is
-    numeric if all values of the option are numbers; otherwise the values are evenly spaced in order. The y axis is
-    logarithmic.
+    12 lines, the five best are labelled and the others are grey. A baseline outside of the sweep is a dashed line.
+
+    The x axis is numeric if all values of the option are numbers, and logarithmic if they span a factor of more than
+    20. Otherwise the values are evenly spaced, in the order of the methods. The y axis is logarithmic.
     """
     lines_by_option = group_swept_methods(results.methods)
     height = grid_height(len(lines_by_option), panel_height=2.6, row_space=0.8)
@@ -283,6 +296,7 @@ def _draw_sweep_lines(
     """
     labels = []
     labelled_names = _select_sweep_lines(results, lines)
+    end_of_last_grey_line: tuple[Any, float] | None = None
     for name, method_by_value in lines.items():
         values = sorted(method_by_value, key=lambda value: positions[value])
         methods = [method_by_value[value] for value in values]
@@ -291,22 +305,24 @@ def _draw_sweep_lines(
         y = [float(curve.mean[-1]) for curve in curves]
         if name not in labelled_names:
             axes.plot(x, y, color=BAND, linewidth=1, zorder=0.6)
-            end_of_grey_line = x[-1], y[-1]
+            end_of_last_grey_line = x[-1], y[-1]
             continue
         std = np.nan_to_num([curve.std[-1] for curve in curves])  # no bar where it is unknown
-        look = next((looks[method] for method in methods if method in looks), _SWEEP_LOOK)
+        looks_of_line = [looks[method] for method in methods if method in looks]
+        look = looks_of_line[0] if looks_of_line else _SWEEP_LOOK
         axes.errorbar(x, y, std, **look, markersize=4.5, capsize=2)
         labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
-    grey_line_count = len(lines) - len(labelled_names)
-    if grey_line_count:
-        label_x, label_y = end_of_grey_line  # end of the last grey line
+    if end_of_last_grey_line is not None:
+        label_x, label_y = end_of_last_grey_line
+        grey_line_count = len(lines) - len(labelled_names)
         labels.append(Label(label_y, f"{grey_line_count} other lines", MUTED, x=label_x))
     return labels
 
 
 def _select_sweep_lines(results: Results, lines: dict[str, dict[str, str]]) -> set[str]:
-    """Return the names of the lines to label: all lines, or the five with the lowest final values if a panel has more
-    than 12.
+    """Return the names of the lines to label: all of at most 12 lines, otherwise the five with the lowest final values.
+
+    The value of a line is the lowest of its methods, mean over seeds at the last snapshot.
     """
     if len(lines) <= MOST_SHOWN:
         return set(lines)
@@ -321,11 +337,11 @@ def _select_sweep_lines(results: Results, lines: dict[str, dict[str, str]]) -> s
 def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
     """Return the position on the x axis of each value of an option: the number itself if all values are numbers.
 
-    Otherwise a position is the value's index in the order of the methods.
+    Otherwise a position is the value's index in the order of the methods. `lines` contains methods by value, by line.
     """
     values_of_lines: list[str] = []
     for method_by_value in lines.values():
-        values_of_lines += method_by_value
+        values_of_lines += method_by_value.keys()
     values = list(dict.fromkeys(values_of_lines))  # each value once
     numbers = pd.to_numeric(pd.Series(values), errors="coerce")  # NaN: not a number
     if numbers.isna().any():
@@ -334,11 +350,11 @@ def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 
 def draw_strategies(results: Results, looks: dict[str, Look], column: str, label: str, scale: str) -> Figure:
-    """Draw a column of the strategy tables, multiplied by T, at every snapshot, with a panel per method.
+    """Draw a column of the strategy tables, multiplied by T, over time, with a panel per method with a look.
 
-    A strategy that does not change has one line. All panels have equal limits of the y axis, and a dashed line at 1. A
-    line may leave a linear axis, see `_set_common_linear_limit`. A note above each panel reports how far a learned
-    sampler has moved.
+    A strategy that changes has a line per seed and snapshot, any other strategy a single one. All panels have equal
+    limits of the y axis, and a dashed line at 1. A line may leave a linear axis, see `_set_common_linear_limit`. A note
+    above each panel reports how far a learned sampler has moved.
 
     Args:
         results: results of the experiment.
@@ -391,12 +407,13 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
 
 
 def _set_common_linear_limit(panels: Sequence[Axes], highest_values: Sequence[float]) -> None:
-    """Set a common y axis of the panels from 0 to the highest value, or lower if one value would flatten other panels.
+    """Set a common y axis of the panels from 0 to 8 % above the highest value, or lower if that would flatten panels.
 
-    If the highest value exceeds ten times the median panel's, the axis ends at five times the median panel's. A panel
-    whose lines leave the axis contains its highest value as a text.
+    If the highest value exceeds ten times the median of the panels' highest values, the highest value is replaced by
+    five times the median. A panel whose lines leave the axis contains its highest value as a text.
     """
-    limit, median = max(highest_values), float(np.median(highest_values))
+    limit = max(highest_values)
+    median = float(np.median(highest_values))
     if limit > _FLATTENING * median:
         limit = _FLATTENING * median / 2  # half: the threshold itself would still flatten most panels
     for axes, highest in zip(panels, highest_values, strict=True):
@@ -408,10 +425,10 @@ def _set_common_linear_limit(panels: Sequence[Axes], highest_values: Sequence[fl
 def _draw_strategy_lines(
     axes: Axes, runs: list[RunResults], column: str, color_by_step: dict[int, np.ndarray]
 ) -> float:
-    """Draw a column of the strategy tables of a method, multiplied by T, and return the highest drawn value, or 0.
+    """Draw a column of the strategy tables of a method, multiplied by T, and return the highest drawn value or 0.
 
-    A strategy that changes has a line per seed and snapshot. Any other strategy has a single dark line, from the first
-    seed.
+    A strategy that changes has a line per seed and snapshot, in the colour of its step. Any other strategy has a single
+    dark line, from the first seed.
     """
     if _is_fixed(runs, column):
         linewidth = 1.4
@@ -443,14 +460,14 @@ def _is_fixed(runs: list[RunResults], column: str) -> bool:
 def _movement_note(runs: list[RunResults]) -> str:
     """Describe how far the learned sampler of a method has moved from its start, such as ``moved by 0.12``.
 
-    The distance is the largest over seeds, see `distance_from_start`. Below `NOT_MOVED`, or if no record has the
-    distance, the text is ``has not moved``; it is ``fixed`` if the sampler does not learn.
+    The distance is the largest over seeds, see `distance_from_start`; unknown ones are ignored. Below `NOT_MOVED`, or
+    if all are unknown, the text is ``has not moved``. It is ``fixed`` if the sampler does not learn.
     """
     distances_or_none = [distance_from_start(run) for run in runs]
     distances = [distance for distance in distances_or_none if distance is not None]
     if not distances:  # None for every run: the sampler does not learn
         return "fixed"
-    largest = np.fmax.reduce(distances)  # without NaN, if a record has the distance
+    largest = np.fmax.reduce(distances)  # fmax ignores NaN; the result is NaN only if all distances are
     if largest >= NOT_MOVED:
         return f"moved by {largest:.2f}"
     return "has not moved"  # also for NaN: no record has the distance

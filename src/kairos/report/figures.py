@@ -31,7 +31,7 @@ FIGURES: dict[str, DrawFunction] = {
 
 
 def available_figures(results: Results) -> dict[str, DrawFunction]:
-    """Return the figures whose results exist, in the order of `FIGURES`.
+    """Return the functions that draw the figures whose results exist, by name, in the order of `FIGURES`.
 
     Five figures need results that not every experiment has:
 

@@ -30,9 +30,13 @@ _MOST_WARNINGS = 12  # warnings of one kind
 def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> list[str]:
     """Summarise the outcome in a few sentences that claim no more than the tests find.
 
-    If methods are ranked by the distance although it cannot rank them, the first sentence reports that. If results are
-    missing, the last common step follows. The ranking follows, with the advice to add seeds if only seeds are missing
-    for it. The last sentences compare with the baseline, or report that there is none.
+    The sentences are, in this order:
+
+    - why the distance cannot rank methods, if they are ranked by it and it cannot
+    - the last common step, if results are missing
+    - the ranking, or the range of final values with too few seeds
+    - the advice to add seeds, if there are several methods and only seeds are missing for a ranking
+    - the comparison with the baseline, or that there is none
 
     Args:
         results: results of the experiment.
@@ -59,19 +63,24 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
 
 
 def _advise_more_seeds(seeds: list[int]) -> str:
-    """Advise to add the smallest unused seeds, so that the experiment has the five that a ranking needs."""
-    # the experiment uses at most len(seeds) of 0 ... 4, so that enough of them are unused
-    new_seeds = [seed for seed in range(MIN_SEEDS) if seed not in seeds]
-    enough_seeds = sorted([*seeds, *new_seeds[: MIN_SEEDS - len(seeds)]])
+    """Return a sentence that advises to add the smallest unused seeds, up to the five seeds that a ranking needs.
+
+    The caller ensures that there are fewer than five `seeds`.
+    """
+    # at most len(seeds) of the seeds 0 ... 4 are in use, so that enough of them are unused
+    unused_seeds = [seed for seed in range(MIN_SEEDS) if seed not in seeds]
+    missing_count = MIN_SEEDS - len(seeds)
+    enough_seeds = sorted([*seeds, *unused_seeds[:missing_count]])
     return (
         f"To rank them, set seeds: {enough_seeds} in the experiment file and run it again; only new seeds are computed."
     )
 
 
 def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> list[str]:
-    """Summarise which methods may be the best ones; `comparisons` have the lowest final value first.
+    """Return one or two sentences about which methods may be the best; `comparisons` have the lowest final value first.
 
-    With fewer than five seeds that all methods have, the sentences only report the range of final values.
+    With fewer than five seeds that all methods have, the sentences only report the range of final values. `measure` is
+    the name of the metric in the sentences.
     """
     final_values = {}
     for comparison in comparisons:
@@ -92,13 +101,14 @@ def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> lis
 
 
 def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline: str) -> list[str]:
-    """Summarise which methods the tests find below the baseline, above it or neither, and how many steps one saves.
+    """Return sentences that list the methods that end below the baseline, above it, or without a detected difference.
 
-    This method has the lowest final value among those that end below and save steps significantly. The list is empty if
-    methods are not ranked.
+    A further sentence reports how many steps a method saves. It is the lowest of the methods that end below the
+    baseline and whose interval of the step factor is above 1. The list is empty if methods are not ranked.
+    `comparisons` have the lowest final value first.
     """
     methods_by_outcome: dict[str, list[str]] = {"Below": [], "Above": [], "Not told apart from": []}
-    saving_methods = []
+    saving_methods = []  # comparisons of methods that end below the baseline and need fewer steps
     for comparison in comparisons:
         ratio = comparison.ratio_to_baseline
         if not comparison.is_ranked or ratio is None:  # None: the baseline itself
@@ -121,9 +131,9 @@ def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline
 
 
 def _summarise_saving(comparison: MethodComparison, baseline: str) -> str:
-    """Summarise by which factors a method saves steps and, with a clock, training time.
+    """Return a sentence with the factors by which a method saves steps and, with a clock, training time.
 
-    The caller ensures that the comparison has a factor of steps.
+    Each factor has its 95 % interval. The caller ensures that the comparison has a factor of steps.
     """
     steps, interval = format_factor(comparison.step_factor)
     saving = f"{comparison.method} needs {steps} fewer steps for {baseline}'s final value (95 % interval {interval})"
@@ -169,7 +179,7 @@ def find_warnings(results: Results) -> Iterator[str]:
 
 
 def _find_unmoved_samplers(results: Results) -> Iterator[str]:
-    """Yield a warning for each training run whose sampler learns but has not moved from its start.
+    """Yield a warning for each training run whose sampler learns but has not moved from its start, see `has_not_moved`.
 
     An unknown distance is treated as not moved, and shown as a dash.
     """
@@ -183,29 +193,33 @@ def _find_unmoved_samplers(results: Results) -> Iterator[str]:
 
 
 def _shorten(warnings: list[str], subject: str) -> Iterator[str]:
-    """Yield all warnings of one kind; if they are more than 12, yield five and the number of others, with `subject`."""
-    shown = warnings if len(warnings) <= _MOST_WARNINGS else warnings[:5]
-    yield from shown
-    if len(shown) < len(warnings):
-        yield f"{len(warnings) - len(shown)} more {subject}."
+    """Yield all warnings of one kind; of more than 12, the first five and a sentence ``N more SUBJECT.``."""
+    if len(warnings) <= _MOST_WARNINGS:
+        yield from warnings
+    else:
+        yield from warnings[:5]
+        yield f"{len(warnings) - 5} more {subject}."
 
 
 def _find_evaluation_warnings(results: Results) -> Iterator[str]:
     """Yield each warning in the evaluation records once, with the first of its evaluations and the number of others."""
-    evaluations: dict[str, list[str]] = defaultdict(list)
+    evaluations_by_message: dict[str, list[str]] = defaultdict(list)
     for run, snapshot in results.run_snapshots:
         for message in snapshot.evaluation.get("warnings") or []:
-            evaluations[message].append(f"{run.method} seed {run.seed} step {snapshot.step:,}")
-    for message, (first, *others) in evaluations.items():  # every message has at least one evaluation
-        subject = f"{first} and {format_count(len(others), 'other evaluation')}" if others else first
+            evaluations_by_message[message].append(f"{run.method} seed {run.seed} step {snapshot.step:,}")
+    for message, evaluations in evaluations_by_message.items():
+        subject = evaluations[0]
+        other_count = len(evaluations) - 1
+        if other_count:
+            subject = f"{subject} and {format_count(other_count, 'other evaluation')}"
         yield f"{subject}: {message}."
 
 
 def _find_distances_above_gaussian(results: Results) -> Iterator[str]:
-    """Yield one warning about all methods whose distance does not end below the distance of a Gaussian fitted to the
-    data.
+    """Yield one warning with all methods whose Fréchet distance does not end below that of a fitted Gaussian.
 
-    Distances are means over seeds at the last common snapshot. Nothing is yielded if the Gaussian's row is missing.
+    Distances are means over seeds at the last common snapshot. Nothing is yielded if there are no such methods, or if
+    the Gaussian's reference row is missing.
     """
     gaussian = results.reference["rows"].get("gaussian", {}).get(results.metric)
     if gaussian is None:
@@ -224,8 +238,8 @@ def _find_distances_above_gaussian(results: Results) -> Iterator[str]:
 def _find_metric_warnings(method: str, curve: Curve, gaussian: float | None) -> Iterator[str]:
     """Yield warnings about a method whose primary metric ends no lower than a Gaussian's or rises during training.
 
-    A rise is reported if two neighbouring snapshots differ by more than the sum of their standard deviations. If one of
-    these is unknown, nothing is reported. `gaussian` is None if its value is unknown.
+    Each rise between two neighbouring snapshots by more than the sum of their standard deviations has a warning. With
+    an unknown standard deviation there is none. `gaussian` is the Gaussian's value, or None if unknown.
     """
     final_value = curve.mean[-1]
     if gaussian is not None and final_value >= gaussian:

@@ -20,11 +20,11 @@ _MOST_NAMES = 12  # names that a sentence lists without leaving any out
 
 
 def load_template(file: Path, **filters: Any) -> jinja2.Template:
-    """Load a jinja2 template with additional `filters`.
+    """Load a jinja2 template from a file, with additional `filters` by name.
 
     In ``.html.jinja`` templates, values are escaped and an undefined variable is an empty text. In all other templates
-    an undefined variable is an error. Templates cannot include or extend others. A line with only a block tag leaves no
-    text.
+    nothing is escaped, and an undefined variable is an error when the template is rendered. Templates cannot include or
+    extend others. A line with only a block tag leaves no text.
     """
     is_html = file.name.endswith(".html.jinja")
     undefined = jinja2.Undefined if is_html else jinja2.StrictUndefined
@@ -74,8 +74,10 @@ def format_factor(factor: "Ratio | None") -> tuple[str, str]:
     if factor is None:
         return NONE, ""
     if factor.missed_seed_count:
-        seeds = f"in {factor.missed_seed_count} of {factor.seed_count} seeds" if factor.seed_count > 1 else ""
-        return "not reached", seeds
+        if factor.seed_count <= 1:
+            return "not reached", ""
+        return "not reached", f"in {factor.missed_seed_count} of {factor.seed_count} seeds"
+    # both ends are NaN with one seed
     interval = f"{factor.low:.2f}–{factor.high:.2f}" if factor.low < factor.high else ""
     return f"{factor.value:.2f}×", interval
 
@@ -89,7 +91,7 @@ def format_change(ratio: "Ratio | None") -> tuple[str, str]:
     if ratio is None or not math.isfinite(ratio.value):
         return NONE, ""
     interval = ""
-    if ratio.low < ratio.high:
+    if ratio.low < ratio.high:  # False with one seed: both are NaN
         interval = f"{_format_percentage(ratio.low)} to {_format_percentage(ratio.high)} %"
     return f"{_format_percentage(ratio.value)} %", interval
 
@@ -117,7 +119,7 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def join_first_names(names: Sequence[str]) -> str:
-    """Join names like `join_names`; of more than 12 names, the first five and the number of others."""
+    """Join names by `join_names`; of more than 12 names, the first five are followed by ``and N more``."""
     if len(names) <= _MOST_NAMES:
         return join_names(names)
     return f"{', '.join(names[:5])} and {len(names) - 5} more"
@@ -159,7 +161,8 @@ def describe_component(settings: dict[str, object]) -> str:
     Options with the value None or an empty list are left out, and so are the brackets if no option remains.
     """
     options = [f"{key} {value}" for key, value in but_name(settings).items() if value not in (None, [])]
-    return str(settings["name"]) + (f" ({', '.join(options)})" if options else "")
+    name = str(settings["name"])
+    return f"{name} ({', '.join(options)})" if options else name
 
 
 def format_record_value(value: object) -> str:

@@ -7,7 +7,6 @@ import io
 import json
 import zipfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -44,7 +43,7 @@ _DEVICES = {"auto": ("cpu", "cuda")}  # a snapshot does not record which of thes
 
 
 class _StageHash(NamedTuple):
-    """Names of the manifest and of the fields that contain the hash of a stage's result.
+    """Manifest and fields that contain the hash of a stage's result.
 
     Attributes:
         manifest: manifest of the stage, which contains the present hash.
@@ -83,9 +82,11 @@ class Change:
 
 
 def format_changes(changes: Sequence[Change]) -> str:
-    """Format the first three changes in one line, with the number of further changes; empty without changes."""
+    """Format the first three changes in one line, followed by ``and N more``; empty without changes."""
     shown = ", ".join(str(change) for change in changes[:3])
-    return f"{shown} and {len(changes) - 3} more" if len(changes) > 3 else shown
+    if len(changes) <= 3:
+        return shown
+    return f"{shown} and {len(changes) - 3} more"
 
 
 class ExpectedSettings:
@@ -117,17 +118,18 @@ class ExpectedSettings:
         self.records = RecordReader("config")
 
     def _find_changes(self, method: str, seed: int, path: Path) -> list[Change]:
-        """Find the settings that have changed since a snapshot and that change results; a valid snapshot has none.
+        """Return the settings that have changed since a snapshot and that change results; a valid snapshot has none.
 
-        Settings that only change rounding are ignored. Changed settings of the training and of earlier stages are
-        ignored if the identity, or the hash of the stage's result, shows that the result is equal. A hash that differs
-        although no setting has changed is a change too, and so is another seed in the record. A record that cannot be
-        read has no changes.
+        `path` is the file of the snapshot's record; a missing or damaged one has no changes. Settings that only change
+        rounding are ignored. So are settings of the training with an equal identity, and settings of an earlier stage
+        whose result has an equal hash. A hash that differs although no setting has changed is a change too, and so is
+        another seed in the record.
         """
         record = self.snapshot_record(path)
         if not record:
             return []
-        changes = [change for change in self._find_all_changes(method, record) if change.field not in _ROUNDING]
+        all_changes = self._find_all_changes(method, record)
+        changes = [change for change in all_changes if change.field not in _ROUNDING]
         if changes and record["identity"] in self.identities(method, seed):
             # the training settings are equal by content, e.g. after training.start_from has moved
             changes = [change for change in changes if _section(change) in _STAGE_SECTIONS]
@@ -140,14 +142,13 @@ class ExpectedSettings:
         return self._find_latents_change(method, seed, record)
 
     def find_rounding_changes(self, method: str, record: Record) -> list[Change]:
-        """Find the settings that have changed since a snapshot and that change no more than rounding."""
+        """Return the settings that differ from a snapshot's record and change no more than rounding."""
         return [change for change in self._find_all_changes(method, record) if change.field in _ROUNDING]
 
     def find_sampling_changes(self, protocol: Record) -> list[Change]:
-        """Find the settings of sampling that differ from the protocol in a file of samples.
+        """Return the settings of sampling that differ from the protocol in a file of samples.
 
-        The total number of samples, over all sets, is one of these settings. Settings that the protocol lacks are
-        ignored.
+        The total number of samples, over all sets, is compared too. Settings that the protocol lacks are ignored.
         """
         evaluation = self.experiment.evaluation
         now = {"sampling": self._sampling_settings, "number of samples": evaluation.num_samples * evaluation.sets}
@@ -155,10 +156,10 @@ class ExpectedSettings:
         return _compare_settings(now, before)
 
     def find_evaluation_changes(self, evaluation: Record) -> list[Change]:
-        """Find the settings of sampling and evaluation that differ from the protocol in an evaluation record.
+        """Return the settings of sampling and evaluation that differ from those in an evaluation record.
 
-        Settings that the record lacks are ignored. The numbers of images and strata of validation losses are compared
-        with the numbers that the data set and the process allow.
+        Settings that the record lacks are ignored. The validation losses' numbers of images and strata are compared
+        with those of the experiment, limited by the data set and the process.
         """
         settings = self.experiment.evaluation
         evaluation_before = _select_fields(evaluation["protocol"], _EVALUATION_FIELDS)
@@ -184,9 +185,9 @@ class ExpectedSettings:
         )
 
     def _recorded_sampling_settings(self, protocol: Record) -> Record:
-        """Return the sampling settings that an evaluation's protocol contains, in the form of `_sampling_settings`.
+        """Return the sampling settings in an evaluation's protocol, in the form of `_sampling_settings`.
 
-        Only the options of the experiment's solver are selected.
+        Settings that the protocol lacks are left out, and so are options that the experiment's solver does not have.
         """
         # each dictionary maps the name of a setting to its name in the protocol, which is equal for most
         solver_fields = {name: name for name in but_name(self._sampling_settings["scheduler"])}
@@ -199,7 +200,7 @@ class ExpectedSettings:
     def _compute_identities(self, method: str, seed: int) -> list[str]:
         """Compute the present identities of a run, one per kind of device that ``training.device`` allows.
 
-        The list is empty before the latents exist, and if the weights of ``training.start_from`` are missing.
+        The list is empty before the latents exist, and if ``training.start_from`` is not a snapshot of the backbone.
 
         Raises:
             DamagedError: the record of ``training.start_from`` is damaged.
@@ -209,13 +210,17 @@ class ExpectedSettings:
             return []
         device = self.experiment.training.device.partition(":")[0]  # cuda:1 is of kind cuda
         device_kinds = _DEVICES.get(device, (device,))
-        with suppress(ConfigError):  # the file of training.start_from does not exist
+        try:
             run = self.experiment.run_settings(method, seed)
             return [compute_identity(run, latents, kind)["identity"] for kind in device_kinds]
-        return []
+        except ConfigError:  # such as a missing file of training.start_from
+            return []
 
     def _collect_settings(self, method: str) -> Record:
-        """Collect the settings that decide the results of a method, by section; `methods` has this method alone."""
+        """Return the settings that decide a method's snapshots, as plain values by section of the experiment file.
+
+        Section `methods` contains this method alone. Settings of sampling and evaluation are not included.
+        """
         dataset = self.plain["dataset"]
         autoencoder = self.plain["autoencoder"] | {"dtype": self.experiment.autoencoder.dtype}  # plain values lack it
         return {
@@ -229,23 +234,28 @@ class ExpectedSettings:
         }
 
     def _strategy_of(self, method: str) -> Record:
-        """Return sampler, weighting and coupling of a method; plain values of methods lack the default coupling."""
+        """Return sampler, weighting and coupling of a method as plain values, defaults included.
+
+        `plain` lacks the default coupling.
+        """
         strategy = self.experiment.methods[method]
         return {part: getattr(strategy, part).plain() for part in PARTS}
 
     @cached_property
     def _sampling_settings(self) -> Record:
-        """Settings that decide the images that are sampled from a snapshot."""
+        """Settings that decide the images that are sampled from a snapshot, by field of section `sampling`.
+
+        Field `scheduler` is the result of `resolve_solver` as plain values. The number of images is not included.
+        """
         sampling = self.experiment.sampling
         names = ("steps", "weights", "precision", "seed", *GUIDANCE)
         scheduler = resolve_solver(sampling.scheduler, self.experiment.diffusion.process).plain()
         return {"scheduler": scheduler, **{name: getattr(sampling, name) for name in names}}
 
     def _read_snapshot_record(self, path: Path) -> Record:
-        """Read the record of a snapshot without the other methods of its experiment.
+        """Read the record of a snapshot; section `methods` of its settings is reduced to the snapshot's method.
 
-        The record is empty if the file is missing or damaged. Section `methods` is empty if it lacks the snapshot's
-        method.
+        The record is empty if the file is missing or damaged. Section `methods` is empty if it lacks the method.
         """
         record = self.records.glance(path)
         if not record:
@@ -255,11 +265,10 @@ class ExpectedSettings:
         return {**record, "config": {**config, "methods": methods}}
 
     def _find_all_changes(self, method: str, record: Record) -> list[Change]:
-        """Find all settings that decide the results of a method and differ from a snapshot's record.
+        """Return all settings that decide the snapshots of a method and differ from a snapshot's record.
 
-        Changes of no more than rounding are included.
-        Options that are newer than the record are treated as recorded with their defaults. The method that the record
-        names is compared with `method`, even if its name differs.
+        Settings that change no more than rounding are included. Options that are newer than the record are treated as
+        recorded with their defaults. The record's method is compared with `method`, even if its name differs.
         """
         recorded = dict(record["config"])  # copies: records share their settings
         recorded_method = dict(recorded["methods"].get(record["method"], {}))
@@ -273,12 +282,17 @@ class ExpectedSettings:
         return _compare_settings(self._settings_of(method), recorded)
 
     def _compare_stage_hashes(self, section: str, changes: list[Change], record: Record, path: Path) -> list[Change]:
-        """Correct a list of changed settings by comparing the recorded and the present hash of a stage's result.
+        """Return `changes`, corrected by a comparison of the recorded and the present hash of a stage's result.
 
-        `section` contains the stage's settings, and `path` is the file of the snapshot's record. If the hashes differ
-        although no setting of the section has changed, the hash is added. If they are equal and the stage ran again
-        after the snapshot (by modification times), the section's changes are removed, except fields that stage encode
-        reads.
+        If the hashes differ although no setting of the section has changed, the hash is added as a change. If they are
+        equal and the stage ran again after the snapshot (by modification times), the section's changes are removed.
+        Fields that stage encode reads are kept. Otherwise, or if a hash is unknown, the list is returned unchanged.
+
+        Args:
+            section: section of the stage's settings, a key of `_STAGE_HASHES`.
+            changes: changed settings of all sections.
+            record: the snapshot's record.
+            path: file of this record.
         """
         stage_hash = _STAGE_HASHES[section]
         before = record[stage_hash.record_field]
@@ -286,7 +300,8 @@ class ExpectedSettings:
         if not before or not now:  # unknown
             return changes
         if before != now:
-            if any(_section(change) == section for change in changes):  # a changed setting explains the other hash
+            has_changed_setting = any(_section(change) == section for change in changes)
+            if has_changed_setting:  # it explains the other hash
                 return changes
             return [*changes, Change(f"{section} (SHA-256)", before[:12], now[:12])]
         if not _is_newer(self.results / stage_hash.manifest, path):  # the stage did not run with the present settings
@@ -294,10 +309,10 @@ class ExpectedSettings:
         return [change for change in changes if _section(change) != section or change.field in _READ_BY_ENCODE]
 
     def _find_latents_change(self, method: str, seed: int, record: Record) -> list[Change]:
-        """Return the change of the latents' hash since the run of a snapshot's record, as a list.
+        """Return the change of the latents' hash since a snapshot's training run, as a list of at most one change.
 
-        The list is empty without a change, or if a hash is unknown. The run's hash is in training.json; until the run
-        has ended, this file is missing or of an earlier run.
+        The list is empty if the hashes are equal or one is unknown. The run's hash is in training.json. It is unknown
+        until the run has ended: the file is then missing or of an earlier run.
         """
         run_record = glance(self.results / method / f"seed{seed}" / "training.json")
         if run_record.get("identity") != record["identity"]:  # missing, or of another run than the snapshot
@@ -316,26 +331,27 @@ class ExpectedSettings:
 
 
 def _select_used_fields(autoencoder: Record) -> Record:
-    """Select the fields of section `autoencoder` that decide the latents; they depend on the kind of autoencoder.
+    """Return the fields of section `autoencoder` that decide the latents; they depend on the kind of autoencoder.
 
-    Without an autoencoder it is the kind alone. A trained one has all fields except path, scaling and shards.
+    Kind ``none`` has the kind alone. Kind ``pretrained`` has five fields, and a trained one has all except path,
+    scaling and shards. Fields that the section lacks are left out.
     """
     match autoencoder["kind"]:
         case "none":
-            used: Sequence[str] = ("kind",)
+            names: Sequence[str] = ("kind",)
         case "pretrained":
-            used = ("kind", "path", "scaling", "encode_batch_size", "dtype")
+            names = ("kind", "path", "scaling", "encode_batch_size", "dtype")
         case _:  # train: `path` and `scaling` are for pretrained ones, and `shards` does not change the latents
-            used = [name for name in autoencoder if name not in ("path", "scaling", "shards")]
-    return {name: autoencoder[name] for name in used if name in autoencoder}
+            names = [name for name in autoencoder if name not in ("path", "scaling", "shards")]
+    return {name: autoencoder[name] for name in names if name in autoencoder}
 
 
 def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
-    """Compare nested settings and return the differences; empty if there are none.
+    """Compare nested settings and return a `Change` per differing value; empty if there are none.
 
     A field that one side lacks belongs to another version of kairos and is ignored; the caller adds options that a
-    record lacks with `_add_defaults`. If components have different names, only the names are compared, because their
-    options differ. `field` is the dotted name of these settings, empty for all sections.
+    record lacks with `_add_defaults`. If components have different names, the names are the only change, because their
+    options differ. `field` is the dotted name of these settings, empty for all sections; it begins the names of fields.
     """
     if now == before:
         return []
@@ -346,14 +362,16 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
         names = ["name"]
     changes = []
     for name in names:
-        changes += _compare_settings(now[name], before[name], f"{field}.{name}" if field else name)
+        dotted_name = f"{field}.{name}" if field else name
+        changes += _compare_settings(now[name], before[name], dotted_name)
     return changes
 
 
 def _add_defaults(recorded: Any, component: Component | LibraryComponent) -> Any:
-    """Add options that are newer than a record to the recorded options of a component, with their defaults.
+    """Return the recorded options of a component, with the defaults of options that they lack.
 
-    A recorded value that is not a dictionary, or has another name than the component, is returned unchanged.
+    Such options are newer than the record. Options with the default None are not added. A recorded value that is not a
+    dictionary, or has another name than the component, is returned unchanged.
     """
     if not isinstance(recorded, dict) or recorded.get("name") != component.name:
         return recorded
@@ -362,21 +380,22 @@ def _add_defaults(recorded: Any, component: Component | LibraryComponent) -> Any
     else:
         defaults = type(component)(name=component.name).plain()
     # None stands for a value that depends on other settings
-    return {name: value for name, value in defaults.items() if value is not None} | recorded
+    known_defaults = {name: value for name, value in defaults.items() if value is not None}
+    return known_defaults | recorded
 
 
 def _select_fields(record: Record, fields: dict[str, str]) -> Record:
-    """Return those `fields` that a record has, renamed; `fields` maps a new name to the name in the record."""
+    """Return those `fields` that a record has, under new names; `fields` maps a new name to the name in the record."""
     return {name: record[field] for name, field in fields.items() if field in record}
 
 
 def _section(change: Change) -> str:
-    """Return the section of the experiment file that contains the changed setting."""
+    """Return the section of the experiment file that contains the changed setting: its name up to the first dot."""
     return change.field.partition(".")[0]
 
 
 def _format_value(value: Any) -> str:
-    """Format a value as in an experiment file, cut to 60 characters; a component is represented by its name."""
+    """Format a component as its name, a text unchanged, and any other value as JSON; longer than 60 characters, cut."""
     if isinstance(value, dict) and "name" in value:
         return str(value["name"])
     text = value if isinstance(value, str) else json.dumps(value)
@@ -384,14 +403,14 @@ def _format_value(value: Any) -> str:
 
 
 def _is_newer(file: Path, other: Path) -> bool:
-    """Return True if a file was written after the other one."""
+    """Return True if `file` was written after `other`, by modification time; both must exist."""
     return file.stat().st_mtime_ns > other.stat().st_mtime_ns
 
 
 def read_samples_protocol(path: Path) -> Record:
-    """Read the protocol in a file of samples, without its images; it is empty if the file is damaged.
+    """Read the protocol, the settings of sampling, in a file of samples; it is empty if the file is damaged.
 
-    The result is shared by all calls for an unchanged file, so the caller must not change it.
+    The images are not read. The result is shared by all calls for an unchanged file, so the caller must not change it.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -402,9 +421,10 @@ def read_samples_protocol(path: Path) -> Record:
 
 @lru_cache(maxsize=10_000)
 def _read_protocol(path: Path, modified_ns: int, size: int) -> Record:
-    """Read the protocol, the settings of sampling, of a file of samples; it is empty if the file is damaged.
+    """Read the protocol in a file of samples; it is empty if the file is damaged.
 
-    The modification time and the size are part of the key of the cache, so that a new file is read again.
+    Results are cached. The modification time and the size only belong to the key of the cache, so that a file that has
+    changed is read again.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -414,9 +434,10 @@ def _read_protocol(path: Path, modified_ns: int, size: int) -> Record:
 
 
 def _decode_text_array(content: bytes) -> str:
-    """Return the string in a .npy file that contains a single string.
+    """Return the string in the content of a .npy file that contains a single string.
 
-    It is faster than numpy, which parses headers as Python code; numpy reads the other forms of the file.
+    The usual form is decoded here, faster than by numpy, which parses headers as Python code. Other forms are read by
+    numpy, which raises ValueError for damaged content.
     """
     # version 1 of the format: 8 bytes that identify it, 2 bytes with the header's length, the header, the data
     start = 10 + int.from_bytes(content[8:10], "little")

@@ -24,7 +24,7 @@ _ROWS_SHOWN = 30  # rows shown of a longer table
 
 
 def render_page(results: Results, figures: Path) -> str:
-    """Render the report as one HTML document that contains its images.
+    """Return the report as one HTML document that contains its images; nothing is written.
 
     The folder `figures` contains every available figure, drawn before. Figures of analyses are read from the results
     folder; a missing one is left out.
@@ -89,8 +89,8 @@ def render_page(results: Results, figures: Path) -> str:
 def _tabulate_curves(results: Results, looks: dict[str, Look]) -> dict[str, dict[float, tuple[float, float]]]:
     """Return mean and standard deviation of the primary metric by method and step, ``{method: {step: (mean, std)}}``.
 
-    Methods with a look come first, and otherwise the order of the configuration is kept. Steps ascend. Both numbers are
-    from `build_curve`, and NaN if unknown.
+    All methods are included: those with a look come first, and otherwise the order of the configuration is kept. Steps
+    ascend. Both numbers are from `build_curve`, and NaN if unknown.
     """
     values_by_method = {}
     for method in sorted(results.methods, key=lambda method: method not in looks):  # False sorts before True
@@ -101,9 +101,9 @@ def _tabulate_curves(results: Results, looks: dict[str, Look]) -> dict[str, dict
 
 
 def _list_learned_snapshots(results: Results, looks: dict[str, Look]) -> list[tuple[RunResults, SnapshotResults]]:
-    """Return the snapshots of runs whose sampler learns, each with its run; methods that have a look come first.
+    """Return all snapshots of the runs whose sampler learns, as pairs (run, snapshot).
 
-    Otherwise the order of `Results.run_snapshots` is kept.
+    Methods that have a look come first; otherwise the order of `Results.run_snapshots` is kept.
     """
     learned = [(run, snapshot) for run, snapshot in results.run_snapshots if run.learns_sampler]
     return sorted(learned, key=lambda run_and_snapshot: run_and_snapshot[0].method not in looks)
@@ -119,51 +119,53 @@ def _split_provenance(results: Results) -> tuple["pd.Series[str]", pd.DataFrame]
         provenance = run.record["provenance"]
         rows.append({key: formatting.format_record_value(value) for key, value in provenance.items()})
     table = pd.DataFrame(rows).fillna(formatting.NONE)
-    is_shared = table.nunique() == 1
-    shared = table.loc[:, is_shared].iloc[0]
-    is_empty = shared.isin(["None", "[]"])  # texts of an absent value and of an empty list
-    return shared[~is_empty], table.loc[:, ~is_shared]
+    is_shared = table.nunique() == 1  # by field
+    shared_values = table.loc[:, is_shared].iloc[0]  # the first run's, which are equal for all runs
+    is_empty = shared_values.isin(["None", "[]"])  # texts of an absent value and of an empty list
+    return shared_values[~is_empty], table.loc[:, ~is_shared]
 
 
 def _compute_accelerations(results: Results) -> list[published_numbers.Acceleration]:
-    """Return the accelerations over the baseline; none if the experiment has no published numbers."""
+    """Return the accelerations of `compute_accelerations`; empty if the experiment has no published numbers."""
     if not results.experiment.published:
         return []
     return list(published_numbers.compute_accelerations(results))
 
 
 def _solver_settings(protocol: Record) -> Record:
-    """Return name and options of the solver in the protocol of an evaluation; options that it lacks are left out.
+    """Return ``name`` and options of the solver in an evaluation's protocol; options that it lacks are left out.
 
-    A solver that is not registered in this version of kairos has its name alone.
+    If this version of kairos has no such solver, the result contains the name alone.
     """
-    solver = protocol["scheduler"]  # its name; its options are separate fields of the protocol
-    if solver not in SOLVERS:  # not registered here: its options are unknown
-        return {"name": solver}
-    option_names = [name for name in SOLVERS[solver].model_fields if name != "name"]
+    solver_name = protocol["scheduler"]  # its options are separate fields of the protocol
+    if solver_name not in SOLVERS:  # not registered here: its options are unknown
+        return {"name": solver_name}
+    option_names = [name for name in SOLVERS[solver_name].model_fields if name != "name"]
     options = {name: protocol[name] for name in option_names if name in protocol}
-    return {"name": solver, **options}
+    return {"name": solver_name, **options}
 
 
 def _validation_size(results: Results) -> tuple[int, int] | None:
-    """Return the number of held-out images, and of strata between the end points, that validation losses use.
+    """Return the numbers of held-out images and of strata, without the first and last cell, of validation losses.
 
-    None if a run has no validation loss. Both numbers are from the last snapshot of the first run. If its record lacks
-    the number of images, as in earlier versions, the number follows from the experiment and the data set.
+    The result is None if a run has no validation loss per timestep at its last snapshot. Both numbers are from the last
+    snapshot of the first run. If its record lacks the number of images, as in earlier versions, the number follows from
+    the experiment and the data set.
     """
     if not results.has_validation_losses:
         return None
     validation = results.runs[0].last_snapshot.evaluation["validation"]
-    image_count = min(results.experiment.evaluation.loss_images, results.dataset["heldout_count"])
+    default_image_count = min(results.experiment.evaluation.loss_images, results.dataset["heldout_count"])
+    image_count = validation.get("images", default_image_count)
     stratum_count = len(validation["per_timestep"]) - 2  # without the first and the last cell
-    return validation.get("images", image_count), stratum_count
+    return image_count, stratum_count
 
 
 def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
-    """Return the names of the metrics that any of the records has, each once, except the metric `first`.
+    """Return the names of the metrics that any record contains, each once, except the metric `first`.
 
-    Standard deviations, values of single sample sets and ``n_samples`` are left out. Names have the order of the first
-    record; names that only later records have follow.
+    Standard deviations (``_spread``), values of single sample sets (``_sets``) and ``n_samples`` are left out. Names
+    have the order of the first record; names that only later records contain follow.
     """
     names = dict.fromkeys(chain.from_iterable(records))
     other_names = [name for name in names if name not in (first, "n_samples")]
@@ -171,31 +173,38 @@ def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
 
 
 def _sum_costs(jobs: tuple[Record, ...]) -> list[Any]:
-    """Sum CPU and wall time of the jobs by stage, and over all stages in a last row of stage ``all``.
+    """Return the costs of the jobs as a dictionary per stage, and a last one of stage ``all`` with the total.
 
-    Key ``peak`` is the largest peak memory in bytes. Stages are in the order of the pipeline; other stages follow,
-    before the sum. The list is empty without jobs.
+    Keys are ``stage``, ``jobs`` (their number), ``peak`` (largest peak memory in bytes), and sums of seconds:
+    ``wall_seconds``, ``cpu_seconds``, ``startup_wall_seconds`` and ``startup_cpu_seconds``. Stages are in the order of
+    the pipeline; other stages follow, before the total. The list is empty without jobs.
     """
     if not jobs:
         return []
     table = pd.DataFrame(list(jobs))
-    with_total = pd.concat([table, table.assign(stage="all")])
-    costs = with_total.groupby("stage").agg(
-        jobs=("stage", "size"),
-        peak=("peak_rss_bytes", "max"),
-        wall_seconds=("wall_seconds", "sum"),
-        cpu_seconds=("cpu_seconds", "sum"),
-        startup_wall_seconds=("startup_wall_seconds", "sum"),
-        startup_cpu_seconds=("startup_cpu_seconds", "sum"),
+    table_of_total = table.assign(stage="all")
+    costs = (
+        pd.concat([table, table_of_total])
+        .groupby("stage")
+        .agg(
+            jobs=("stage", "size"),
+            peak=("peak_rss_bytes", "max"),
+            wall_seconds=("wall_seconds", "sum"),
+            cpu_seconds=("cpu_seconds", "sum"),
+            startup_wall_seconds=("startup_wall_seconds", "sum"),
+            startup_cpu_seconds=("startup_cpu_seconds", "sum"),
+        )
     )
-    # stages in the order of the pipeline, then stages that are not listed, then the sum
-    positions = {stage: position for position, stage in enumerate(_STAGES)} | {"all": len(_STAGES) + 1}
-    costs = costs.sort_index(key=lambda stages: stages.map(positions).fillna(len(_STAGES)))
+    # stages in the order of the pipeline, then stages that are not listed, then the total
+    positions = {stage: position for position, stage in enumerate(_STAGES)}
+    unlisted_position = len(_STAGES)
+    positions["all"] = unlisted_position + 1
+    costs = costs.sort_index(key=lambda stages: stages.map(positions).fillna(unlisted_position))
     return costs.reset_index().to_dict("records")
 
 
 def _load_analyses(results: Results) -> list[tuple[str, str, tuple[str, int | None]]]:
-    """Return name, title and figure of each analysis whose figure exists, for the figure see `_load_figure`."""
+    """Return name, title and figure of each analysis whose PNG file exists; for the figure see `_load_figure`."""
     folder = results.folder / "analyses"
     analyses = []
     for analysis in results.experiment.analyses:
@@ -206,9 +215,10 @@ def _load_analyses(results: Results) -> list[tuple[str, str, tuple[str, int | No
 
 
 def _load_figure(folder: Path, name: str, form: str = "svg") -> tuple[str, int | None]:
-    """Return a figure as a data URL, and the width of a PNG in CSS pixels; None for an SVG, which has a width.
+    """Return a figure as a data URL and its width in CSS pixels; the width is None for an SVG, which contains it.
 
-    With form ``svg``, figures whose names end in ``samples`` are PNG files, too.
+    The file is NAME.svg or NAME.png in the folder. With form ``svg``, figures whose names end in ``samples`` are read
+    from their PNG files.
     """
     # an SVG file of samples would contain their pixels as well, and be larger
     if form == "svg" and not name.endswith("samples"):
@@ -220,5 +230,5 @@ def _load_figure(folder: Path, name: str, form: str = "svg") -> tuple[str, int |
 
 
 def _data_url(path: Path, image_type: str) -> str:
-    """Return the content of an image file as a data URL."""
+    """Return the content of an image file as a base64 data URL; `image_type` is such as ``png`` or ``svg+xml``."""
     return f"data:image/{image_type};base64,{base64.b64encode(path.read_bytes()).decode()}"

@@ -57,14 +57,15 @@ class Label:
 
 
 def assign_looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
-    """Assign a look to each of the methods by its position among them; the baseline is black and the last entry.
+    """Return a look for each method, by its position among the methods without the baseline.
 
-    The looks of other methods repeat after 28 methods. A baseline that is not among the methods has a look too.
+    These looks repeat after 28 methods. The baseline is black and the last entry, even if it is not among the methods.
     """
     others = [method for method in methods if method != baseline]
-    # a colour has one marker, and the dash changes after all colours; () repeats the cycle without end
-    all_looks = (_DASHES * (_COLORS + _MARKERS))()
-    looks: dict[str, Look] = dict(zip(others, all_looks))
+    # cyclers: + pairs the entries, * combines all. A colour has one marker, and the dash changes after all colours
+    look_cycler = _DASHES * (_COLORS + _MARKERS)
+    endless_looks = look_cycler()  # a call repeats the cycle without end
+    looks: dict[str, Look] = dict(zip(others, endless_looks))
     if baseline is not None:
         looks[baseline] = {"color": "#000000", "marker": "o", "linestyle": "-"}
     return looks
@@ -79,7 +80,7 @@ def create_figure(
     column_space: float = 0.5,
     row_space: float = 0.6,
 ) -> tuple[Figure, Any]:
-    """Create a figure with a grid of axes, and return the figure and the axes, (rows, columns).
+    """Create a figure with a grid of axes, and return the figure and the axes, an array (rows, columns).
 
     Labels around the grid are outside of the figure's size; `tight_bounding_box` includes them when saving.
 
@@ -103,9 +104,10 @@ def grid_height(rows: int, panel_height: float, row_space: float) -> float:
 
 
 def tight_bounding_box(figure: Figure) -> Bbox:
-    """Return the box in inches around everything drawn, with the style's padding, for ``savefig(bbox_inches=)``.
+    """Return the box in inches around everything in a figure, with padding, for ``savefig(bbox_inches=)``.
 
-    The padding comes from the present rcParams: the caller sets the style. The figure is drawn once for this.
+    The padding is ``savefig.pad_inches`` of the present rcParams: the caller sets the style. The figure is drawn once
+    for this.
     """
     figure.draw_without_rendering()  # texts and ticks get their positions
     return figure.get_tightbbox().padded(rcParams["savefig.pad_inches"])
@@ -114,8 +116,8 @@ def tight_bounding_box(figure: Figure) -> Bbox:
 def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     """Write labels right of the axes at the heights of their lines; labels that would overlap are moved apart.
 
-    Scales and limits of the axes must be final. A dotted line leads from the end of a line with `x` to the right edge,
-    and a thin line from there to the label.
+    Scales and limits of the axes must be final. If a label has `x`, a dotted line leads from the end of its line to the
+    right edge. A thin line leads from the right edge to each label.
 
     Args:
         axes: axes that contain the lines.
@@ -136,14 +138,14 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
         if label.x is not None:  # a dotted line from the end of the line to the right edge
             right = axes.get_xlim()[1]
             axes.plot([label.x, right], [label.y, label.y], color=label.color, lw=0.7, ls=(0, (1, 2)), alpha=0.7)
-        dark = tuple(0.78 * channel for channel in to_rgb(label.color))  # letters in a light colour are not readable
+        text_color = tuple(0.78 * channel for channel in to_rgb(label.color))  # darker: light letters are not readable
         axes.annotate(
             label.text,
             xy=(1.0, line_height),
             xytext=(1.045, text_height),
             xycoords="axes fraction",
             textcoords="axes fraction",
-            color=dark,
+            color=text_color,
             fontsize=size,
             fontweight="bold" if label.bold else "normal",
             va="center",
@@ -153,26 +155,27 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
 
 
 def _height_in_axes(axes: Axes, y: float) -> float:
-    """Convert a height in data coordinates to a fraction of the axes' height."""
+    """Convert a y coordinate of the data to a fraction of the axes' height, by its present scale and limits."""
     pixels = axes.transData.transform((1, y))  # any x > 0 does: the height is equal, and a log axis has no 0
     _, height = axes.transAxes.inverted().transform(pixels)
     return float(height)
 
 
 def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
-    """Move ascending heights apart to at least `gap` from each other, with the least sum of squared moves."""
+    """Return ascending heights moved apart to at least `gap` from each other, with the least sum of squared moves."""
     # Two neighbours are at least `gap` apart if the heights ascend after `gap` times its index is subtracted from
     # each. The closest ascending sequence to these differences is their isotonic regression.
     gaps = gap * np.arange(len(heights))
-    spaced: list[float] = (isotonic_regression(np.array(heights) - gaps).x + gaps).tolist()
+    ascending = isotonic_regression(np.array(heights) - gaps).x
+    spaced: list[float] = (ascending + gaps).tolist()
     return spaced
 
 
 def style_log_axis(axes: Axes) -> None:
     """Label a logarithmic y axis with numbers instead of powers of ten, with enough ticks for a short axis.
 
-    The caller has made the axis logarithmic, and has plotted or set its limits, which the ticks depend on. Minor ticks
-    have no labels.
+    Ticks are evenly spaced if the limits span less than 0.6 decades, at 1, 2 and 5 below three decades, else at powers
+    of ten. Minor ticks have no labels. The caller has made the axis logarithmic, and has plotted or set its limits.
     """
     low, high = axes.get_ylim()
     decades = np.log10(high / low)
@@ -191,7 +194,8 @@ def draw_method_lines(
 ) -> None:
     """Draw one line per method with the method's name at its end, and a grey band for the methods without a look.
 
-    Methods with a look but without a line are left out. Lines have no markers.
+    Methods with a look but without a line are left out. Lines have no markers. The function also sets the axes, and
+    removes the margins of the x axis.
 
     Args:
         axes: axes that receive the lines.
@@ -235,7 +239,7 @@ def draw_band(axes: Axes, x: np.ndarray, values: np.ndarray) -> Label:
 
 
 def time_axis_settings(process: str) -> dict[str, Any]:
-    """Return label and scale of an x axis that shows the time of a process, as arguments of ``axes.set``.
+    """Return ``xlabel`` and ``xscale`` of an x axis that shows the time of a process, as arguments of ``axes.set``.
 
     The scale is ``log`` for processes whose time is a noise level, else ``linear``.
     """

@@ -57,7 +57,7 @@ class Acceleration:
 
 
 def compare_published_numbers(results: Results) -> list[NumberComparison]:
-    """Compare every published number in the experiment file with the measured one, table by table and row by row."""
+    """Return a comparison with the measured number for every published one in the experiment file, in its order."""
     comparisons = []
     for block in results.experiment.published:
         comparisons += [_compare_number(results, block, row) for row in block.numbers()]
@@ -67,8 +67,8 @@ def compare_published_numbers(results: Results) -> list[NumberComparison]:
 def published_csv(results: Results) -> str:
     """Return the content of published.csv: a row per published number, with `COLUMNS`, which scripts may rely on.
 
-    ``step`` is the training length as the paper prints it, ``comparable`` is true or false, and ``why`` is the
-    obstacle. Without a measured number, its cell is empty.
+    ``step`` is the training length as the paper prints it, ``comparable`` is true or false, and ``why`` is the obstacle
+    of `NumberComparison`. Without a measured number, its cell is empty.
     """
     rows = []
     for comparison in compare_published_numbers(results):
@@ -88,10 +88,10 @@ def published_csv(results: Results) -> str:
 
 
 def compute_accelerations(results: Results) -> Iterator[Acceleration]:
-    """Compute SpeeD's acceleration of every other method over the baseline, up to the last common snapshot.
+    """Yield SpeeD's acceleration over the baseline, measured and published, for every other method.
 
-    Measured accelerations are by the primary metric, which may be ``val_loss``. If the experiment has no baseline, the
-    first method replaces it.
+    Measured accelerations are by the primary metric, which may be ``val_loss``, up to the last common snapshot. If the
+    experiment has no baseline, the first method replaces it.
     """
     common = results.measurements.common_measurements
     baseline = results.baseline or results.methods[0]
@@ -103,21 +103,23 @@ def compute_accelerations(results: Results) -> Iterator[Acceleration]:
 
 
 def judge_claim(results: Results) -> str:
-    """Return two sentences that compare the measured cost factor, up to the last common snapshot, with a paper's claim.
+    """Return two sentences with a paper's claim of a cost factor and the measured factor, see `_judge_factor`.
 
-    The measured factor is by the primary metric. The text is empty if the experiment has no claim, or if results of the
-    claim's method or baseline are missing.
+    The measured factor, of steps or training time as in the claim, is by the primary metric up to the last common
+    snapshot. The text is empty if the experiment has no claim, or lacks results of the claim's method or baseline.
     """
     claim = results.experiment.claim
     if claim is None or not {claim.method, claim.baseline} <= {*results.methods}:
         return ""
     common = results.measurements.common_measurements
     curve, baseline_curve = build_curve(common, claim.method), build_curve(common, claim.baseline)
-    in_time = claim.cost == "time"
-    factor = compute_cost_factor(curve, baseline_curve, "seconds_by_seed" if in_time else "steps")
+    if claim.cost == "time":
+        cost, saving = "seconds_by_seed", "less training time"
+    else:
+        cost, saving = "steps", "fewer steps"
+    factor = compute_cost_factor(curve, baseline_curve, cost)
     value, _ = formatting.format_factor(factor)
-    saving = f"{claim.factor:g} times {'less training time' if in_time else 'fewer steps'}"
-    statement = f"{claim.method} needs {saving} for the final distance of {claim.baseline}"
+    statement = f"{claim.method} needs {claim.factor:g} times {saving} for the final distance of {claim.baseline}"
     return f"Claimed: {statement}. Measured: {value}, {_judge_factor(factor, claim.factor)}."
 
 
@@ -125,12 +127,17 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
     """Describe the outcome of a claim by the interval of the measured cost factor over seeds.
 
     The outcome is ``confirmed`` if the interval begins at `claimed` or above, ``refuted`` if it ends below, else ``left
-    open``. Without an interval, the text is the reason: the seeds that do not reach the value (``in no seed`` also
-    without a factor), or only one seed.
+    open``. In three cases the text is a reason without an outcome:
+
+    - without a factor, ``in no seed``
+    - if seeds do not reach the value, ``in 2 of 5 seeds``, for example; with one seed in all, ``in no seed``
+    - with one seed, ``which one seed cannot confirm or refute``
     """
     _, interval_or_missed_seeds = formatting.format_factor(factor)
-    if factor is None or factor.missed_seed_count:
-        return interval_or_missed_seeds or "in no seed"  # empty without a factor, and with one seed
+    if factor is None:
+        return "in no seed"
+    if factor.missed_seed_count:
+        return interval_or_missed_seeds or "in no seed"  # empty with one seed
     if not factor.low < factor.high:  # one seed: both are NaN
         return "which one seed cannot confirm or refute"
     if factor.low >= claimed:
@@ -143,12 +150,14 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
 
 
 def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumber) -> NumberComparison:
-    """Compare a published number with the measured one at its step, or at the last milestone.
+    """Compare a published number with the measured one at its step, or at the last milestone if there is no such step.
 
-    Mean and standard deviation are in the paper's unit, over the seeds that have a value. `obstacle` then lists the
-    settings that differ from the paper's, and `block.differs`. If no seed has a value, or no method reproduces the row
-    of the table, both are NaN and `obstacle` is the reason. Step 0 is treated as not measured. If the published table
-    reports the best values so far, the value of a seed is the lowest of its snapshots after step 0 up to the step.
+    Mean and standard deviation are in the paper's unit, over the seeds that have a value. If the published table
+    reports the best values so far, a seed's value is its lowest one after step 0 up to the step. `obstacle` lists the
+    settings that differ from the paper's, and `block.differs`.
+
+    If no seed has a value, or no method reproduces the row of the table, both are NaN and `obstacle` is the reason.
+    Step 0 is treated as not measured.
     """
     not_measured = NumberComparison(block, row, measured=np.nan, std=np.nan, obstacle="not measured yet")
     if row.method is None:
@@ -165,7 +174,7 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
     values = values.drop(columns=0, errors="ignore")  # papers have no untrained network
     if block.best_so_far:
         values = values.cummin(axis=1)
-    is_measured = step in values and values[step].notna().any()  # step 0 has no column
+    is_measured = step in values.columns and values[step].notna().any()  # step 0 has no column
     if not is_measured:
         return replace(not_measured, obstacle=f"{column} is not measured")
     values_at_step = values[step] / block.scale
@@ -190,9 +199,10 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
 
 
 def _describe_unequal_settings(settings: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Describe the settings whose measured value, the first of a pair, differs from the published one.
+    """Return a text for each setting whose measured value, the first of a pair, differs from the published one.
 
-    A published value of None, which the paper does not state, does not differ.
+    An example is ``samples 500, published 50000``. A published value of None, which the paper does not state, is
+    ignored.
     """
     descriptions = []
     for name, (measured, published) in settings.items():
@@ -202,9 +212,10 @@ def _describe_unequal_settings(settings: dict[str, tuple[Any, Any]]) -> list[str
 
 
 def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline: str) -> float | None:
-    """Compute the acceleration by the first published table that contains curves of both methods; None without one.
+    """Return the acceleration, see `highest_cost_ratio`, by the first published table with curves of both methods.
 
-    Curves are values of FID at several steps. Steps that lack a value of one of the two methods are left out.
+    Curves are values of FID at several steps. Steps that lack a value of one of the two methods are left out. The
+    result is None without such a table.
     """
     for block in blocks:
         # a row that `methods` lacks has the name of its method

@@ -151,9 +151,9 @@ def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
 def compare_methods(results: Results | MethodMeasurements) -> list[MethodComparison]:
     """Compare all methods at their last common snapshot; the method with the best value of the metric comes first.
 
-    Ratios, tests and ranks are over the seeds for which every method has a positive value. With fewer than five such
-    seeds, nothing is tested, and every method may have every rank. Without a baseline, `ratio_to_baseline` and the
-    factors are None.
+    Curves, values and costs end at that snapshot. Ratios, tests and ranks are over the seeds for which every method has
+    a positive value. With fewer than five such seeds, nothing is tested, and every method may have every rank. Without
+    a baseline, `ratio_to_baseline` and the factors are None.
 
     Raises:
         KairosError: no snapshot after step 0 is evaluated for all methods.
@@ -164,15 +164,18 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
     # test every pair of methods
     final_values = np.array([curve.values_by_seed[:, -1] for curve in curves])  # (methods, seeds)
     has_logarithm = np.isfinite(final_values) & (final_values > 0)
-    final_values = final_values[:, has_logarithm.all(axis=0)]  # only seeds that all methods have
+    seed_is_usable = has_logarithm.all(axis=0)  # all methods have a positive value
+    final_values = final_values[:, seed_is_usable]
     ratios = compare_pairs(np.log(final_values))
     is_better = ratios.values > 1 if common.higher_is_better else ratios.values < 1
-    ends_better = (ratios.p_values < SIGNIFICANCE_LEVEL) & is_better  # [a, b]: a ends better than b
+    is_significant = ratios.p_values < SIGNIFICANCE_LEVEL  # False for NaN: nothing is tested
+    ends_better = is_significant & is_better  # [a, b]: a ends better than b
     # cost factors need curves of which lower values are better
     descending_curves = curves
     if common.higher_is_better:
         descending_curves = [replace(curve, values_by_seed=-curve.values_by_seed) for curve in curves]
     baseline_index = common.methods.index(common.baseline) if common.baseline else None
+    # a comparison per method
     comparisons = []
     for index, (method, curve) in enumerate(zip(common.methods, curves)):
         ratio_to_baseline = step_factor = time_factor = None
@@ -202,7 +205,7 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
 
 
 def _select_ratio(ratios: RatioArrays, method: int, other: int) -> Ratio:
-    """Return the ratio of a method's value to another's from arrays (methods, methods), with its corrected p-value."""
+    """Return element [method, other] of arrays (methods, methods) as a `Ratio` of plain floats."""
     return Ratio(
         value=float(ratios.values[method, other]),
         low=float(ratios.low[method, other]),
@@ -219,8 +222,8 @@ def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
 
     Returns:
         Ratios of a's distance to b's, with p-values corrected over all pairs. Arrays are (..., methods, methods),
-        indexed [a, b]. P-values are NaN with fewer than five seeds; otherwise they are 1 for a method with itself, and
-        for methods that are equal for every seed.
+        indexed [a, b]. P-values are NaN with fewer than five seeds. Otherwise they are 1 for a method with itself, and
+        for methods that are equal for every seed. Intervals are NaN with one seed, and all arrays without seeds.
     """
     log_ratios = log_distances[..., :, None, :] - log_distances[..., None, :, :]  # (..., methods, methods, seeds)
     ratios = _geometric_mean_ratio(log_ratios)
@@ -228,18 +231,20 @@ def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
     if seed_count < MIN_SEEDS:
         return ratios._replace(p_values=np.full(ratios.values.shape, np.nan))
     first, second = np.triu_indices(method_count, 1)  # every pair once: [a, b] and [b, a] have equal p-values
-    raw = np.nan_to_num(ratios.p_values[..., first, second], nan=1.0)  # NaN: both methods are equal for every seed
+    p_values_of_pairs = ratios.p_values[..., first, second]  # (..., pairs)
+    # the p-value is NaN if both methods are equal for every seed
+    corrected_of_pairs = correct_after_holm(np.nan_to_num(p_values_of_pairs, nan=1.0))
     corrected = np.ones(ratios.values.shape)
-    corrected[..., first, second] = correct_after_holm(raw)
-    corrected[..., second, first] = corrected[..., first, second]
+    corrected[..., first, second] = corrected_of_pairs
+    corrected[..., second, first] = corrected_of_pairs
     return ratios._replace(p_values=corrected)
 
 
 def correct_after_holm(p_values: np.ndarray, test_count: int | None = None) -> np.ndarray:
-    """Correct p-values for multiple testing after Holm: (..., tests), corrected over the last axis.
+    """Return p-values corrected for multiple testing after Holm, in their order, (..., tests).
 
-    The smallest p-value is multiplied by the number of tests n, the next by n - 1, and so on. A product below an
-    earlier one is raised to it, and no product exceeds 1.
+    The last axis is a family of tests. Its smallest p-value is multiplied by the number of tests n, the next by n - 1,
+    and so on. A product below an earlier one is raised to it, and no product exceeds 1.
 
     Args:
         p_values: p-values; NaN, of a test that was not possible, stays NaN.
@@ -249,8 +254,9 @@ def correct_after_holm(p_values: np.ndarray, test_count: int | None = None) -> n
     # statsmodels has this correction too, but takes 44 MB and corrects one table at a time
     n = np.count_nonzero(~np.isnan(p_values), axis=-1, keepdims=True) if test_count is None else test_count
     order = p_values.argsort(axis=-1)  # NaN last
+    ascending = np.take_along_axis(p_values, order, axis=-1)
     # the k-th smallest p-value, k = 0, 1, ..., is multiplied by n - k
-    products = np.take_along_axis(p_values, order, axis=-1) * (n - np.arange(p_values.shape[-1]))
+    products = ascending * (n - np.arange(p_values.shape[-1]))
     corrected = np.maximum.accumulate(products, axis=-1).clip(max=1)
     original_order = order.argsort(axis=-1)  # the inverse of the permutation `order`
     return np.take_along_axis(corrected, original_order, axis=-1)
@@ -272,8 +278,10 @@ def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, po
 
     def excess_power(shift: float) -> float:
         """Return the test's power minus `power`, for a t statistic with noncentrality `shift`."""
-        below = np.nan_to_num(stats.nct.cdf(-critical_value, freedom, shift))  # NaN if it is too small for scipy
-        return float(stats.nct.sf(critical_value, freedom, shift) + below) - power
+        probability_above = stats.nct.sf(critical_value, freedom, shift)
+        # NaN if it is too small for scipy
+        probability_below = np.nan_to_num(stats.nct.cdf(-critical_value, freedom, shift))
+        return float(probability_above + probability_below) - power
 
     # Without a shift the power is `level`; at three times the critical value it exceeds all usual powers. The shift is
     # the true mean over its standard error, deviation / sqrt(seeds), so that the mean is their product.
@@ -284,7 +292,8 @@ def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, po
 def crossing_cost(costs: np.ndarray, values: np.ndarray, target: float) -> float:
     """Return the cost at which a curve first is at or below `target`, or NaN if it never is.
 
-    `costs` are steps or seconds at the snapshots, (snapshots,). Lower `values` are better; they are linear in between.
+    Lower `values` are better. `costs` are steps or seconds at the snapshots; both arrays are (snapshots,). The curve is
+    linear between snapshots. If the first snapshot is at or below `target`, the result is its cost.
     """
     return _interpolate_cost(costs, values, target, values <= target)
 
@@ -298,9 +307,9 @@ def crossing_cost_just_below(costs: np.ndarray, values: np.ndarray, target: floa
 
 
 def _interpolate_cost(costs: np.ndarray, values: np.ndarray, target: float, is_reached: np.ndarray) -> float:
-    """Interpolate the cost of `target` between the first snapshot that reaches it and the snapshot before.
+    """Return the cost of `target`, interpolated between the first snapshot with `is_reached` and the snapshot before.
 
-    The result is NaN if no snapshot reaches it, and the cost of the first snapshot if that one does. Arrays are
+    The result is NaN if no snapshot reaches the target, and the cost of the first snapshot if that one does. Arrays are
     (snapshots,).
     """
     if not is_reached.any():
@@ -327,37 +336,40 @@ def highest_cost_ratio(
         baseline_values, values: distances at the snapshots, each (snapshots,); finite.
     """
     lowest_common = max(baseline_values.min(), values.min())  # the lowest distance that both curves reach
-    ratios = []
+    ratios = []  # at every snapshot distance that both curves reach, and limits from below
     for target in {*baseline_values, *values}:
         if target >= lowest_common:
             baseline_cost = crossing_cost(baseline_costs, baseline_values, target)
-            ratios.append(baseline_cost / crossing_cost(costs, values, target))
+            method_cost = crossing_cost(costs, values, target)
+            ratios.append(baseline_cost / method_cost)
         if target > lowest_common:
             baseline_limit = crossing_cost_just_below(baseline_costs, baseline_values, target)
-            ratios.append(baseline_limit / crossing_cost_just_below(costs, values, target))
+            method_limit = crossing_cost_just_below(costs, values, target)
+            ratios.append(baseline_limit / method_limit)
     return max(ratios)
 
 
 def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio:
-    """Compute how many times fewer steps a method needs than the baseline, at the distance with the largest factor.
+    """Return SpeeD's acceleration: the largest ratio of the baseline's steps to the method's steps for one distance.
 
-    The factor is the geometric mean over seeds, without a p-value. The snapshot before training (step 0) is left out:
-    all methods are equal there. The caller ensures that both curves have equal snapshots and seeds, without missing
-    values.
+    The ratio of each seed is `highest_cost_ratio`, and the result is their geometric mean, without a p-value. The
+    snapshot before training (step 0) is left out: all methods are equal there. The caller ensures that both curves have
+    equal snapshots and seeds, without missing values.
     """
     is_trained = curve.steps > 0
     steps = curve.steps[is_trained]
-    values_of_both = zip(baseline.values_by_seed[:, is_trained], curve.values_by_seed[:, is_trained])
-    factors = [highest_cost_ratio(steps, baseline_values, steps, values) for baseline_values, values in values_of_both]
+    factors = []  # one per seed
+    for baseline_values, values in zip(baseline.values_by_seed, curve.values_by_seed):
+        factors.append(highest_cost_ratio(steps, baseline_values[is_trained], steps, values[is_trained]))
     mean = _geometric_mean_ratio(np.log(np.array(factors)))
     return Ratio(float(mean.values), float(mean.low), float(mean.high), seed_count=len(factors))
 
 
 def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | None:
-    """Compute the baseline's cost for its final value over the method's cost for that value, the mean over seeds.
+    """Return the baseline's cost for its final value over the method's cost for that value, as a `Ratio` over seeds.
 
-    The mean is geometric, and the ratio has no p-value. The caller ensures that lower values of both curves are better,
-    and that the curves have equal seeds.
+    Each seed has the final value of the baseline with that seed as its target. The mean is geometric, and the ratio has
+    no p-value. The caller ensures that lower values of both curves are better, and that the curves have equal seeds.
 
     Args:
         curve: the method.
@@ -365,10 +377,10 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
         cost: attribute of `Curve` that contains the costs, ``steps`` or ``seconds_by_seed``.
 
     Returns:
-        The factor; None without a clock, if the baseline never improved on its start, or if a seed of the method starts
-            at that value or below. The factor is NaN if a seed of the method does not reach the value.
+        The factor; None without a clock, or if a seed of the baseline or of the method reaches the value already at its
+            start. The factor is NaN if a seed of the method does not reach the value.
     """
-    targets = baseline.values_by_seed[:, -1]
+    targets = baseline.values_by_seed[:, -1]  # (seeds,)
     baseline_costs = _costs_of_targets(baseline, cost, targets)
     method_costs = _costs_of_targets(curve, cost, targets)
     has_clock = np.isfinite(getattr(curve, cost)).all()
@@ -377,7 +389,7 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
     method_starts_there = (method_costs == 0).any()
     if not has_clock or not baseline_has_improved or method_starts_there:
         return None
-    mean = _geometric_mean_ratio(np.log(baseline_costs / method_costs))
+    mean = _geometric_mean_ratio(np.log(baseline_costs / method_costs))  # NaN if a method's cost is NaN
     missed_seed_count = int(np.isnan(method_costs).sum())
     return Ratio(
         value=float(mean.values),
@@ -389,11 +401,16 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
 
 
 def _costs_of_targets(curve: Curve, cost: str, targets: np.ndarray) -> np.ndarray:
-    """Return the cost at which each seed reaches its target, (seeds,); NaN for a seed that does not reach it."""
+    """Return the cost at which each seed's curve reaches its target, (seeds,); NaN if it does not, see `crossing_cost`.
+
+    `cost` is the attribute of `Curve` with the costs, and `targets` has a value per seed.
+    """
     # steps are common to all seeds, seconds are not
     costs_by_seed = np.broadcast_to(getattr(curve, cost), curve.values_by_seed.shape)
-    rows_by_seed = zip(costs_by_seed, curve.values_by_seed, targets)
-    return np.array([crossing_cost(costs, values, target) for costs, values, target in rows_by_seed])
+    target_costs = []
+    for costs, values, target in zip(costs_by_seed, curve.values_by_seed, targets):
+        target_costs.append(crossing_cost(costs, values, target))
+    return np.array(target_costs)
 
 
 def distance_from_start(run: RunResults) -> float | None:
@@ -408,9 +425,9 @@ def distance_from_start(run: RunResults) -> float | None:
 
 
 def has_not_moved(run: RunResults) -> bool:
-    """Return True if a sampler learns, but its p(t) is less than `NOT_MOVED` away from its start.
+    """Return True if a run's sampler learns, but its p(t) is less than `NOT_MOVED` away from its start.
 
-    An unknown distance is treated as not moved.
+    An unknown distance is treated as not moved. The result is False if the sampler does not learn.
     """
     distance = distance_from_start(run)
     if distance is None:
@@ -421,8 +438,8 @@ def has_not_moved(run: RunResults) -> bool:
 def _geometric_mean_ratio(log_ratios: np.ndarray) -> RatioArrays:
     """Return the geometric mean of ratios over seeds, its 95 % interval, and the p-value of the mean being 1.
 
-    The logarithms are (..., seeds), and the results (...). Interval and p-value are from a t-test, not corrected. They
-    are NaN with one seed; all values are NaN without seeds or if a ratio is NaN.
+    The logarithms are (..., seeds), and the result's arrays (...). Interval and p-value are from a two-sided t-test of
+    the logarithms, not corrected. They are NaN with one seed; all values are NaN without seeds or if a ratio is NaN.
     """
     seed_count = log_ratios.shape[-1]
     unknown = np.full(log_ratios.shape[:-1], np.nan)
@@ -438,7 +455,7 @@ def _geometric_mean_ratio(log_ratios: np.ndarray) -> RatioArrays:
 
 
 def _mean_and_std(values: "pd.Series[float]") -> tuple[float, float]:
-    """Return the mean and the standard deviation of values over seeds; the mean is NaN if one is missing.
+    """Return the mean and the standard deviation of values over seeds; the mean is NaN if a value is missing.
 
     The standard deviation is over the known values, and NaN with fewer than two.
     """

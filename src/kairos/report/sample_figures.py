@@ -26,7 +26,8 @@ def draw_samples_over_training(results: Results, looks: dict[str, Look]) -> Figu
     In an unfinished experiment, the first seed is the first one that the method has. Methods without a look are left
     out.
     """
-    methods, steps = _select_methods(results, looks), results.experiment.milestones
+    methods = _select_methods(results, looks)
+    steps = results.experiment.milestones
     side = min(1.9, 9.0 / len(steps))  # inches of a sample grid
     width, height = side * len(steps) + 0.05, side * len(methods)
     figure, grid = create_figure(width, height, len(methods), len(steps), column_space=0.08, row_space=0.08)
@@ -43,9 +44,10 @@ def draw_samples_over_training(results: Results, looks: dict[str, Look]) -> Figu
 
 
 def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw a grid of real images, held out if possible, and a grid of every method's last samples (first seed).
+    """Draw a panel with a grid of real images, then a panel per method with its last sample grid, of the first seed.
 
-    Methods without a look are left out. The panels fill rows of four.
+    The real images are held out if possible, see `load_real_images`. Methods without a look are left out. The panels
+    fill rows of four.
     """
     real_label, images = load_real_images(results, results.experiment.sampling.grid)
     pictures = [(real_label, tile_images(images))]
@@ -64,12 +66,13 @@ def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
 
 
 def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
-    """Draw the first four images one by one, each in a panel with a row per method and a column per snapshot.
+    """Draw the first four samples, a panel per sample with a row per method and a column per snapshot.
 
-    Images are from the first seed that has the snapshot; a snapshot that no seed has is white. The caller ensures that
-    the samples of all snapshots are saved. Methods without a look are left out.
+    Samples are from the first seed that has the snapshot; the cell of a snapshot that no seed has is white. The caller
+    ensures that the samples of all snapshots are saved. Methods without a look are left out.
     """
-    methods, steps = _select_methods(results, looks), results.experiment.milestones
+    methods = _select_methods(results, looks)
+    steps = results.experiment.milestones
     # the images of every cell
     first_images: dict[tuple[str, int], np.ndarray] = {}  # (images, height, width, channels) by method, step
     for run in chain.from_iterable(results.runs_of(method) for method in methods):
@@ -103,15 +106,20 @@ def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
 def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure:
     """Draw the first conditions (captions or low-resolution images), their real images, and each method's last samples.
 
-    Each row shows one condition; there are at most eight. Samples are of the first seed. Captions are left of the row,
-    and low-resolution images in the first column. Methods without a look are left out. The caller ensures that the
-    samples of the last snapshots are saved, and that at least one method has a look.
+    Each row shows one condition; there are at most eight. The columns are the low-resolution image, if the experiment
+    has such a condition, the real image, and each method's sample of the first seed. Captions are left of the row.
+    Methods without a look are left out. The caller ensures that the samples of the last snapshots are saved, and that
+    at least one method has a look.
     """
     from kairos.sampling.conditions import select_condition_sources  # imports torch, which other figures do not need
 
     methods = _select_methods(results, looks)
-    snapshots = {method: results.runs_of(method)[0].last_snapshot for method in methods}
-    samples = {method: open_samples(snapshot.grid_file.with_suffix(".npz")) for method, snapshot in snapshots.items()}
+    snapshots = {}
+    samples = {}
+    for method in methods:
+        snapshot = results.runs_of(method)[0].last_snapshot  # of the first seed
+        snapshots[method] = snapshot
+        samples[method] = open_samples(snapshot.grid_file.with_suffix(".npz"))
     # the real images whose conditions were used; conditions are equal for all methods
     first_method = methods[0]
     first_samples = samples[first_method]
@@ -138,7 +146,7 @@ def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure
         grid[0, column].set_title(name, fontsize=9.5, color=INK if name in samples else MUTED)
         for axes, image in zip(grid[:, column], images):
             _show_image(axes, image)
-    captions = first_samples.conditions["text"][:count] if "text" in first_samples.conditions else ()
+    captions = first_samples.conditions["text"][:count] if "text" in first_samples.conditions else ()  # UTF-8 bytes
     for axes, caption in zip(grid[:, 0], captions):
         text = caption.decode().replace("$", r"\$")  # "$" would begin a formula
         wrapped = textwrap.fill(text, 30, max_lines=6)
@@ -152,7 +160,7 @@ def _select_methods(results: Results, looks: dict[str, Look]) -> list[str]:
 
 
 def load_sample_grid(path: Path) -> np.ndarray:
-    """Load the picture of a sample grid as RGB, uint8 (height, width, 3)."""
+    """Load an image file, such as the picture of a sample grid, as RGB, uint8 (height, width, 3)."""
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB"))
 

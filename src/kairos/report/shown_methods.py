@@ -10,9 +10,9 @@ MOST_SHOWN = 12  # methods that a figure can show with a colour and a name each
 def select_shown_methods(results: Results) -> list[str]:
     """Return the methods that figures show one by one, in the order of the configuration.
 
-    An experiment with at most 12 methods shows all. Otherwise 12 are selected: first the baseline, then the best method
-    of each sweep, then the best methods of the experiment. The best method has the lowest primary metric, mean over
-    seeds, at the last common snapshot.
+    With at most 12 methods, all are returned. Otherwise 12 are selected: first the baseline, then the best method of
+    each sweep, then the best methods of the experiment. The best method has the lowest primary metric, mean over seeds,
+    at the last common snapshot. With more than 12 sweeps, the worst ones are left out.
 
     Raises:
         KairosError: there are more than 12 methods, and no snapshot after step 0 is evaluated for all of them.

@@ -83,7 +83,7 @@ def draw_strategy(
     process: str,
     compared: ComparedStrategy | None = None,
 ) -> Figure:
-    """Draw density, weight and their product over timesteps, in three panels.
+    """Draw density, weight and their product over timesteps, in three panels, with name and description above.
 
     Weight and product have a log axis if the weights, of both strategies together, span more than three decades.
     Density and product are multiplied by the number of timesteps T, so that a uniform density is 1. The caller sets the
@@ -101,7 +101,7 @@ def draw_strategy(
     _write_descriptions(figure, title, lines, compared)
     other_strategies = [] if compared is None else [compared.columns]
     timestep_count = len(columns["t"])
-    all_weights = np.concatenate([table["w"] for table in (columns, *other_strategies)])
+    all_weights = np.concatenate([strategy["w"] for strategy in (columns, *other_strategies)])
     weights_span_decades = _span_decades(all_weights)
     panels = (
         _StrategyPanel("Drawn: T · p(t)", "p", timestep_count, _BLUE, logarithmic=False),
@@ -117,7 +117,7 @@ def draw_strategy(
             values=columns[panel.column] * panel.factor,
             color=panel.color,
             logarithmic=panel.logarithmic,
-            compared_values=[table[panel.column] * panel.factor for table in other_strategies],
+            compared_values=[strategy[panel.column] * panel.factor for strategy in other_strategies],
         )
         axes.set(title=panel.title, **time_axis_settings(process))
         axes.margins(x=0)
@@ -148,7 +148,8 @@ def _write_descriptions(figure: Figure, title: str, lines: Sequence[str], compar
     else:
         names = [title, compared.title]
         descriptions = [_wrap_lines(lines, width=72), _wrap_lines(compared.lines, width=72)]
-    text_height = 0.17 * max(map(len, descriptions))  # inches; the panels' titles are below the text
+    line_count = max(len(description) for description in descriptions)
+    text_height = 0.17 * line_count  # inches; the panels' titles are below the text
     name_top = _fraction_above_panels(0.83 + text_height)
     line_height = _fraction_above_panels(0.75 + text_height)  # the middle of the name's letters
     description_top = _fraction_above_panels(0.51 + text_height)
@@ -165,7 +166,7 @@ def _write_descriptions(figure: Figure, title: str, lines: Sequence[str], compar
 
 
 def _wrap_lines(lines: Sequence[str], width: int) -> list[str]:
-    """Wrap each line to `width` characters, with an indent from its second line on; empty lines are dropped."""
+    """Wrap each line to `width` characters; continuation lines are indented, and empty lines are dropped."""
     wrapped: list[str] = []
     for line in lines:
         wrapped += textwrap.wrap(line, width, subsequent_indent="    ")
@@ -173,12 +174,12 @@ def _wrap_lines(lines: Sequence[str], width: int) -> list[str]:
 
 
 def _fraction_above_panels(inches: float) -> float:
-    """Return a height above the panels of a strategy's figure as a fraction of the figure's height."""
+    """Convert inches above the panels of a strategy's figure to a figure coordinate; the panels' upper edge is 1."""
     return 1 + inches / _STRATEGY_HEIGHT
 
 
 def _span_decades(weights: np.ndarray) -> bool:
-    """Return True if no weight is negative and the positive, finite weights differ by a factor of more than 1000."""
+    """Return True if no weight is negative and the positive, finite weights span a factor of more than 1000."""
     if (weights < 0).any():
         return False
     positive = weights[np.isfinite(weights) & (weights > 0)]
@@ -227,11 +228,10 @@ def _draw_filled_curve(
 
 
 def _set_value_limits(axes: Axes, values: np.ndarray, logarithmic: bool) -> float:
-    """Set scale and limits of the y axis with room around the values, and return the height at which filled areas
-    begin.
+    """Set scale and limits of the y axis with room around the values, and return the y at which filled areas begin.
 
-    This height is the lower end of a log axis, else 0, which a linear axis always contains. The axis is linear if no
-    value is positive. Values may be NaN.
+    It is the lower end of a log axis, else 0, which a linear axis always contains. The axis is linear if no value is
+    positive. A log axis shows at most twelve decades below the highest value. Values may be NaN.
     """
     positive = values[values > 0]
     if logarithmic and len(positive):
@@ -240,7 +240,8 @@ def _set_value_limits(axes: Axes, values: np.ndarray, logarithmic: bool) -> floa
         lowest = np.clip(positive.min(), 1e-12 * highest, highest)  # at most twelve decades are visible
         axes.set_ylim(lowest / 2, highest * 3)
         return float(lowest / 2)
-    lowest, highest = np.nanmin([0, *values]), np.nanmax([0, *values])
+    lowest = np.nanmin([0, *values])
+    highest = np.nanmax([0, *values])
     room = 0.12 * (highest - lowest) if highest > lowest else 0.12
     bottom = lowest - room if lowest < 0 else 0.0
     axes.set_ylim(bottom, highest + room)
@@ -248,9 +249,10 @@ def _set_value_limits(axes: Axes, values: np.ndarray, logarithmic: bool) -> floa
 
 
 def draw_increments(increments: Increments, title: str) -> Figure:
-    """Draw SpeeD's figures 1 and 4 for any process: moments of the increments, the areas, and the shares of each area.
+    """Draw SpeeD's figures 1 and 4 for any process, in six panels with a heading and a legend of the areas.
 
-    The caller sets the common style, see `write_png`.
+    Four panels show moments of the increments over time, one the share of timesteps in each area, and one the histogram
+    of the variance. The caller sets the common style, see `write_png`.
 
     Args:
         increments: increments of the process.
@@ -317,10 +319,10 @@ def _draw_increment_panel(
     lines: Sequence[_Line],
     legend_position: str = "best",
 ) -> None:
-    """Draw moments of the increments over time, with the areas as background.
+    """Draw moments of the increments over time, with the areas as background, and a legend if there are several lines.
 
     For a variance-exploding process, the x axis is logarithmic and the first time, t = 0, is left out. If all values
-    are 0, a note that the scale of x0 is constant replaces the legend. The legend needs several lines.
+    are 0, a note that the scale of x0 is constant replaces the legend.
     """
     is_exploding = increments.process in _EXPLODING
     visible = slice(1, None) if is_exploding else slice(None)  # a log axis has no t = 0
@@ -341,7 +343,7 @@ def _draw_increment_panel(
 
 
 def _shade_areas(axes: Axes, increments: Increments) -> None:
-    """Draw the areas as background over the full height, with dashed lines at their boundaries."""
+    """Draw the areas as background over the full height, with dashed lines at the boundaries that are not None."""
     areas = increments.area()
     look: dict[str, Any] = {"fill": True, "alpha": 0.55, "linewidth": 0, "zorder": 0}
     full_height = axes.get_xaxis_transform()  # y = 1 is the upper edge of the axes
@@ -356,7 +358,8 @@ def _shade_areas(axes: Axes, increments: Increments) -> None:
 def _mark_boundaries(axes: Axes, increments: Increments) -> None:
     """Label the boundaries of the areas with their times, above the curve; the y axis is extended for the labels.
 
-    A linear axis then begins at 0. A boundary that is None has no label. The caller draws the curve before.
+    A linear axis then begins at 0. The second label also contains r, the magnitude at that boundary. A boundary that is
+    None has no label. The caller draws the curve before.
     """
     # the labels need 28 % of the height of the curve, which a log axis measures in decades
     low, high = axes.get_ylim()
@@ -396,15 +399,17 @@ def _draw_area_shares(axes: Axes, areas: np.ndarray, names: list[str]) -> None:
 
 
 def _draw_variance_histogram(axes: Axes, increments: Increments, areas: np.ndarray, names: list[str]) -> None:
-    """Draw the histogram of timesteps by variance, on a log axis for variance-exploding processes.
+    """Draw the histogram of timesteps by variance in 20 bars, on a log axis for variance-exploding processes.
 
-    Each bar is a percentage of all timesteps, stacked from the areas of SpeeD in their colours.
+    Each bar is a percentage of all timesteps, stacked from the named areas of SpeeD in their colours.
     """
     variance = increments.variance
-    edges = np.linspace(0, variance.max(), 21)  # edges of 20 bars
+    edges: np.ndarray  # of 20 bars
     if increments.process in _EXPLODING:
         edges = np.geomspace(variance.min(), variance.max() * 1.0001, 21)  # rounding must not exclude the maximum
         axes.set_xscale("log")
+    else:
+        edges = np.linspace(0, variance.max(), 21)
     variances_by_area = [variance[areas == name] for name in names]
     # the weight of a timestep is its percentage of all timesteps
     weights = [np.full(len(variances), 100 / len(areas)) for variances in variances_by_area]
@@ -416,6 +421,6 @@ def _draw_variance_histogram(axes: Axes, increments: Increments, areas: np.ndarr
 
 
 def write_png(draw: Callable[[], Figure], path: Path) -> None:
-    """Call `draw` in the common style and write its figure to a PNG file, atomically."""
+    """Call `draw` in the common style of all figures, and write its figure to a PNG file, atomically."""
     with matplotlib.rc_context(STYLE), atomic(path) as file:
         draw().savefig(file, format="png", dpi=DPI, bbox_inches="tight", pad_inches=0.1)
