@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kairos.cli import doctor as doctor_command
 from kairos.cli import main
 from kairos.staging import mount
 from kairos.status import cluster_checks
@@ -85,6 +86,12 @@ def test_an_unusable_store_or_repository_is_reported_with_the_remedy(folder, cap
     )
 
 
+def test_a_missing_git_is_reported_without_an_error(folder, monkeypatch):
+    monkeypatch.setenv("PATH", str(folder))
+    mark, name, message = doctor_command._check_git()
+    assert (mark, name) == (False, "git") and "not installed" in message
+
+
 def test_a_missing_profile_is_rejected(capsys):
     assert main(["doctor", "--profile", "profiles/none"]) == 2
     assert "--profile: got 'profiles/none', allowed: a folder that contains" in capsys.readouterr().err
@@ -145,6 +152,7 @@ def test_file_locks_disks_and_limits_of_a_machine_are_checked(folder, monkeypatc
         ({"SLURM_GPUS_ON_NODE": "1"}, 0, False),
         ({"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": "0"}, 2, False),
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0, True),
+        ({"SLURM_JOB_GPUS": "2", "CUDA_VISIBLE_DEVICES": ""}, 0, True),
         ({}, 0, True),
         ({}, 1, False),
     ],
