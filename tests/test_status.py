@@ -87,6 +87,8 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
     write_log("train_beta_seed0.log", "kairos: latents/manifest.json is missing\n\n")
     write_log("train_mode_seed0.log", "")  # Snakemake creates the log and the folders of outputs before the job
     (RESULTS / "mode/seed0/milestones/0000200").mkdir(parents=True)
+    (RESULTS / "mode/seed0/evaluation").mkdir()
+    (RESULTS / "mode/seed0/evaluation/0000200-old.json").write_text("{}")  # a user's copy: its name is no step
 
     with locked(RESULTS / "uniform/seed0/.state/lock"):
         runs = progress_by_method()
