@@ -21,6 +21,7 @@ ON_A_CODE_HOST = (
     "library/README.md",
     "studies/README.md",
     "studies/rejected.md",
+    "studies/tuned.md",
     "benchmarks/README.md",
 )
 PAGES = [*ON_A_CODE_HOST, *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]

@@ -231,8 +231,10 @@ def _raise_for_exit_status(rank: int, status: int, stop_requested: bool) -> None
     if status == _LOST_OTHERS:
         problem = "lost the connection to the others"
     elif status < 0:
-        is_named = -status in set(signal.Signals)  # most real-time signals have no name
-        problem = f"was killed by {signal.Signals(-status).name if is_named else f'signal {-status}'}"
+        try:
+            problem = f"was killed by {signal.Signals(-status).name}"
+        except ValueError:  # most real-time signals have no name
+            problem = f"was killed by signal {-status}"
     else:
         problem = f"ended with status {status}"
     raise KairosError(
