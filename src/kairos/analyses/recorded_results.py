@@ -39,8 +39,8 @@ def collect_densities(options: DensityOptions, experiment: Any, results: Path) -
                 "seed": seed,
                 "step": step,
                 "t": t[cells].mean(),
-                "density": probability[cells].mean() / probability.mean(),
-                "trained": trained[cells].mean() / trained.mean(),
+                "density": probability[cells].mean() / probability.mean(),  # p sums to 1, so its mean is 1/T
+                "trained": trained[cells].mean() / trained.mean(),  # column `effective` is p(t) w(t)
             }
             rows.append(row)
     return rows

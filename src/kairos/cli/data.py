@@ -85,7 +85,8 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
     The device is the CPU if no network is computed, because the workflow then requests no GPU: for `autoencoder` and
     `encode` in pixel space, and if `encode` merges shards. Otherwise it is the device of the experiment.
     """
-    merges_shards = arguments.command == "encode" and bool(arguments.part)
+    shard_files = arguments.part  # files to merge; empty: the images are encoded
+    merges_shards = arguments.command == "encode" and bool(shard_files)
     stays_in_pixels = arguments.command != "text" and experiment.autoencoder.kind == "none"
     computes_no_network = merges_shards or stays_in_pixels
     return set_up_device(experiment, "cpu" if computes_no_network else None)

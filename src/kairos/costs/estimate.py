@@ -240,8 +240,9 @@ def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward
 def _count_jobs(layout: Layout) -> list[StageJobs]:
     """Return the jobs of each stage, the jobs in a cluster's queue, and the GPUs of a queued job.
 
-    Evaluations run in the queued jobs of sampling. Reports, tracking and analyses run outside the queue. These stages
-    have no queued jobs.
+    Training runs that share a GPU (`training.trainings_per_gpu`) share a queued job in each segment, the part of a run
+    between two jobs. Evaluations run in the queued jobs of sampling. Reports, tracking and analyses run outside the
+    queue. These stages have no queued jobs. Merging shards and latents in pixel space need no GPU.
     """
     experiment = layout.experiment
     training = experiment.training

@@ -447,7 +447,7 @@ def _geometric_mean_ratio(log_ratios: np.ndarray) -> RatioArrays:
         return RatioArrays(unknown, unknown, unknown, unknown)
     if seed_count == 1:
         return RatioArrays(np.exp(log_ratios[..., 0]), unknown, unknown, unknown)
-    from scipy import stats  # takes 0.7 s of CPU time; the import into MLflow ranks nothing
+    from scipy import stats  # a slow import: stage `track`, which imports this module, ranks nothing
 
     test = stats.ttest_1samp(log_ratios, 0, axis=-1)
     low, high = test.confidence_interval(1 - SIGNIFICANCE_LEVEL)

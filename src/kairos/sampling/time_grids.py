@@ -135,8 +135,9 @@ def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") ->
 def times_of_noise_levels(process: Any, sigma: Array) -> Array:
     """Return the times of a process at noise levels (noise over signal), (n,).
 
-    For a discrete process they are the nearest timesteps, int64. For a continuous process they are float64, up to
-    fraction 2.
+    For a discrete process they are the timesteps with the nearest sigma, int64. For a continuous process they are
+    float64 times between fraction 0 (image) and 2; fraction 1 is pure noise, and churn goes beyond it. Levels outside
+    give these ends.
     """
     if isinstance(process, Discrete):
         timestep_levels = process.schedule.snr**-0.5  # (T,)
