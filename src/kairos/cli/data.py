@@ -85,8 +85,8 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
     The device is the CPU if no network is computed, because the workflow then requests no GPU: for `autoencoder` and
     `encode` in pixel space, and if `encode` merges shards. Otherwise it is the device of the experiment.
     """
-    shard_files = arguments.part  # files to merge; empty: the images are encoded
-    merges_shards = arguments.command == "encode" and bool(shard_files)
+    # `--part`, an option of `encode` alone, lists the files of shards to merge
+    merges_shards = arguments.command == "encode" and bool(arguments.part)
     stays_in_pixels = arguments.command != "text" and experiment.autoencoder.kind == "none"
     computes_no_network = merges_shards or stays_in_pixels
     return set_up_device(experiment, "cpu" if computes_no_network else None)
