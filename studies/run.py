@@ -12,6 +12,7 @@ methods selected in the first round are tested on new training runs.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -43,7 +44,13 @@ def write_experiment(name: str, setting: str, methods: dict[str, Any], seeds: It
 
 
 def run_experiment(path: Path, cores: str) -> int:
-    """Run an experiment through the pipeline; a repeated call resumes it. Returns Snakemake's exit status."""
+    """Run an experiment through the pipeline; a repeated call resumes it. Returns Snakemake's exit status.
+
+    Raises:
+        SystemExit: Snakemake is not on the PATH.
+    """
+    if shutil.which("snakemake") is None:
+        raise SystemExit('snakemake is not on PATH; run: export PATH="$PWD/.venv/bin:$PATH"')
     return subprocess.run(["snakemake", "--cores", cores, "--keep-going", "--configfile", str(path)]).returncode
 
 

@@ -13,6 +13,7 @@ studies/results/tuned_<round>.csv. A repeated command skips the runs in this tab
 
 import argparse
 import copy
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,45 +72,54 @@ def define_strategy(strategy: str, setting: str) -> dict[str, Any]:
 
 
 def list_trials(which: str, setting: str) -> list[Trial]:
-    """Return the trials of a round in a setting. Rounds options and final need the rows of the rounds before them."""
+    """Return the trials of a round in a setting.
+
+    Raises:
+        SystemExit: a round that decides them is not finished: `rates` for `options`, both for `final`.
+    """
     if which == "power":
         return [Trial(name, name) for name in POWER]
+    rates = [Trial(name, name, factor) for name in TUNING["tuned"] for factor in TUNING["factors"]]
     if which == "rates":
-        return [Trial(name, name, factor) for name in TUNING["tuned"] for factor in TUNING["factors"]]
+        return rates
+    best_rates = select_trials(rates, read_table("rates"), setting)
+    options = []
+    for name, best in best_rates.items():
+        definition = define_strategy(name, setting)
+        option = definition.get("option", "").rpartition(".")[2]
+        for value in definition.get("values", []):
+            options.append(Trial(f"{name}-{option}={value:g}", name, best.factor, value))
     if which == "options":
-        trials = []
-        for name, best in select_trials(read_table("rates"), setting).items():
-            definition = define_strategy(name, setting)
-            option = definition.get("option", "").rpartition(".")[2]
-            for value in definition.get("values", []):
-                trials.append(Trial(f"{name}-{option}={value:g}", name, best.factor, value))
-        return trials
-    tried = pd.concat([read_table("rates"), read_table("options")], ignore_index=True)
-    selected = select_trials(tried, setting)
+        return options
+    tuning_rows = pd.concat([read_table("rates"), read_table("options")], ignore_index=True)
+    selected = select_trials([*rates, *options], tuning_rows, setting)
     tuned = [Trial(name, name, best.factor, best.value) for name, best in selected.items()]
     untuned = [Trial("uniform_untuned", "uniform"), *(Trial(name, name) for name in TUNING["self_tuning"])]
     return [*tuned, *untuned]
 
 
-def select_trials(table: pd.DataFrame, setting: str) -> dict[str, Trial]:
-    """Return each tuned strategy's trial with the lowest geometric mean over the tuning seeds, at equal time.
+def select_trials(trials: list[Trial], table: pd.DataFrame, setting: str) -> dict[str, Trial]:
+    """Return the best trial of each strategy: the lowest geometric mean over the tuning seeds, at equal time.
 
-    The metric is the setting's `selected_by` in studies/tuning.yaml, or the distance.
+    The metric is the setting's `selected_by` in studies/tuning.yaml, or the distance. Time is that of uniform's last
+    snapshot. A trial without a value there, because a run diverged, is not selected.
+
+    Raises:
+        SystemExit: the table lacks a trial or a seed.
     """
     rows = table[table["setting"] == setting]
-    if rows.empty:
-        raise SystemExit(f"{setting}: no tuning runs; run python studies/tuned.py rates --settings {setting}")
+    if not all(is_finished(table, setting, trials, seed) for seed in SEEDS["rates"]):
+        raise SystemExit(f"{setting}: its tuning is not finished; run the rounds rates and options of studies/tuned.py")
     metric = TUNING.get("selected_by", {}).get(setting, "distance")
-    time = rows.loc[rows["strategy"] == "uniform", "time"].max()
-    selected = {}
-    for strategy, of_strategy in rows.groupby("strategy", sort=False):
-        means = {}
-        for (name, factor), of_trial in of_strategy.groupby(["method", "factor"]):
-            value = of_trial["value"].iloc[0]
-            trial = Trial(name, strategy, factor, None if pd.isna(value) else value)
-            means[trial] = log_values_at(of_trial, metric, time).mean(skipna=False)
-        selected[strategy] = min(means, key=lambda trial: (pd.isna(means[trial]), means[trial]))
-    return selected
+    time = rows.loc[rows["method"] == "uniform", "time"].max()
+    best: dict[str, Trial] = {}
+    best_means: dict[str, float] = {}
+    for trial in trials:
+        trial_rows = rows[(rows["method"] == trial.name) & (rows["factor"] == trial.factor)]
+        mean = log_values_at(trial_rows, metric, time).mean(skipna=False)
+        if mean < best_means.get(trial.strategy, math.inf):
+            best[trial.strategy], best_means[trial.strategy] = trial, mean
+    return best
 
 
 def read_table(which: str) -> pd.DataFrame:
@@ -158,13 +168,15 @@ def save_rows(which: str, setting: str, trials: list[Trial], rows: pd.DataFrame)
     write_text(path, table[list(rows)].to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
 
-def describe_selection() -> pd.DataFrame:
-    """Return the selected factor and option value: a row per strategy, a column per setting with finished trials."""
-    tried = pd.concat([read_table("rates"), read_table("options")], ignore_index=True)
+def describe_selection(settings: list[str]) -> pd.DataFrame:
+    """Return the selected factors and option values: a row per method of the final round, a column per setting.
+
+    Raises:
+        SystemExit: the tuning in a setting is not finished.
+    """
     columns = {}
-    for setting in tried["setting"].unique():
-        selected = select_trials(tried, setting)
-        columns[setting] = {name: describe_trial(trial, setting) for name, trial in selected.items()}
+    for setting in settings:
+        columns[setting] = {trial.name: describe_trial(trial, setting) for trial in list_trials("final", setting)}
     return pd.DataFrame(columns)
 
 
@@ -184,7 +196,7 @@ def main() -> int:
     parser.add_argument("--cores", default="2")
     arguments = parser.parse_args()
     if arguments.command == "selection":
-        print(describe_selection().to_string())
+        print(describe_selection(arguments.settings).to_string())
         return 0
     if arguments.command == "show-power":
         table = power(read_table("power"), len(SEEDS["final"]), COMPARISONS)

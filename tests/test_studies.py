@@ -12,6 +12,7 @@ import page
 import pandas as pd
 import pytest
 import torch
+import tuned
 
 from kairos.config.experiment import load
 
@@ -110,6 +111,84 @@ def test_every_round_has_valid_experiment_files(tmp_path, monkeypatch):
     assert not seeds[0] & seeds[1]
     with pytest.raises(SystemExit, match=r"--methods: got other, allowed: uniform"):
         run["write_round"]("first", ["digits"], ["uniform", "other"])
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """Let the rounds of equal tuning write their tables and experiments to an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tuned, "HERE", tmp_path)
+    (tmp_path / "results").mkdir()
+    return tmp_path
+
+
+def finish(which, setting, values):
+    """Save rows of all trials of a round, in the time of uniform; `values` has the distance by name and factor."""
+    for seed in tuned.SEEDS[which]:
+        for trial in tuned.list_trials(which, setting):
+            value = values.get((trial.name, trial.factor), 2.0)
+            rows = [{"method": trial.name, "seed": seed, "step": step, "time": step} for step in (10, 20)]
+            metrics = dict.fromkeys(judge.METRICS, value)
+            tuned.save_rows(which, setting, [trial], pd.DataFrame([{**row, **metrics} for row in rows]))
+
+
+@pytest.mark.parametrize("setting", tuned.SETTINGS)
+def test_trials_of_every_round_are_valid_and_the_best_ones_are_judged(tables, setting):
+    with pytest.raises(SystemExit, match=rf"{setting}: its tuning is not finished"):
+        tuned.list_trials("options", setting)
+    finish("rates", setting, {("speed", 2): 1.0, ("adaptive", 4): math.nan, ("min_snr", 4): 1.5})
+    options = tuned.list_trials("options", setting)
+    assert {trial.factor for trial in options if trial.strategy == "speed"} == {2}
+    assert {trial.factor for trial in options if trial.strategy == "min_snr"} == {4}
+    with pytest.raises(SystemExit, match=rf"{setting}: its tuning is not finished"):
+        tuned.list_trials("final", setting)
+    finish("options", setting, {("speed-k=10", 2): 0.5, ("min_snr-gamma=1", 4): 1.9})
+    final = {trial.name: trial for trial in tuned.list_trials("final", setting)}
+    assert (final["speed"].factor, final["speed"].value) == (2, 10)  # an option improved on the best rate
+    assert (final["min_snr"].factor, final["min_snr"].value) == (4, None)  # here neither value did
+    assert final["adaptive"].factor != 4  # diverged
+    assert (final["uniform_untuned"].factor, final["auto"].factor) == (1, 1)
+    for which in ("rates", "options", "final"):
+        for trial in tuned.list_trials(which, setting):
+            path = tuned.write_experiment(
+                "x", setting, {trial.name: trial.method(setting)}, tuned.SEEDS[which], trial.factor
+            )
+            assert load(path).plain()["training"]["optimizer"]["lr"] == trial.factor * 1e-3
+    assert len(tuned.describe_selection([setting])) == len(final)
+
+
+def test_seeds_of_tuning_and_of_the_final_round_differ():
+    final = {*tuned.SEEDS["final"], *(seed for seeds in tuned.FINAL_SEEDS.values() for seed in seeds)}
+    earlier = {seed for which in ("power", "rates", "options") for seed in tuned.SEEDS[which]}
+    assert not final & earlier and not final & {seed for seeds, _ in run["ROUNDS"].values() for seed in seeds}
+
+
+def test_a_round_continues_from_its_table(tables, monkeypatch):
+    started = []
+
+    def run_experiment(path, cores):
+        started.append(load(path))
+        return 0
+
+    def read_experiment(folder):
+        experiment = started[-1]
+        runs = [(method, seed) for method in experiment.methods for seed in experiment.seeds]
+        rows = [{"method": method, "seed": seed, "step": 10, "time": 10.0, "distance": 1.0} for method, seed in runs]
+        return pd.DataFrame(rows).assign(val_loss=1.0, val_mlperf8=1.0)
+
+    monkeypatch.setattr(tuned, "run_experiment", run_experiment)
+    monkeypatch.setattr(tuned, "read_experiment", read_experiment)
+    assert tuned.run_round("rates", "digits", "1") == 0
+    assert [experiment.plain()["training"]["optimizer"]["lr"] for experiment in started] == [1e-3, 2e-3, 4e-3]
+    table = tuned.read_table("rates")
+    assert tuned.run_round("rates", "digits", "1") == 0 and len(started) == 3  # nothing is missing
+    table[(table["factor"] != 2) | (table["seed"] != 31)].to_csv("results/tuned_rates.csv", index=False)
+    assert tuned.run_round("rates", "digits", "1") == 0
+    assert [*started[3].seeds] == [31] and len(started) == 4
+    pd.testing.assert_frame_equal(
+        tuned.read_table("rates").sort_values(["factor", "method", "seed"], ignore_index=True),
+        table.sort_values(["factor", "method", "seed"], ignore_index=True),
+    )
 
 
 def test_an_incomplete_setting_is_skipped_with_a_reason(tmp_path, monkeypatch, capsys):
