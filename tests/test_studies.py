@@ -134,13 +134,13 @@ def finish(which, setting, values):
 
 @pytest.mark.parametrize("setting", tuned.SETTINGS)
 def test_trials_of_every_round_are_valid_and_the_best_ones_are_judged(tables, setting):
-    with pytest.raises(SystemExit, match=rf"{setting}: its tuning is not finished"):
+    with pytest.raises(SystemExit, match=rf"{setting}: tuning is not finished"):
         tuned.list_trials("options", setting)
     finish("rates", setting, {("speed", 2): 1.0, ("adaptive", 4): math.nan, ("min_snr", 4): 1.5})
     options = tuned.list_trials("options", setting)
     assert {trial.factor for trial in options if trial.strategy == "speed"} == {2}
     assert {trial.factor for trial in options if trial.strategy == "min_snr"} == {4}
-    with pytest.raises(SystemExit, match=rf"{setting}: its tuning is not finished"):
+    with pytest.raises(SystemExit, match=rf"{setting}: tuning is not finished"):
         tuned.list_trials("final", setting)
     finish("options", setting, {("speed-k=10", 2): 0.5, ("min_snr-gamma=1", 4): 1.9})
     final = {trial.name: trial for trial in tuned.list_trials("final", setting)}
