@@ -7,8 +7,8 @@
     python studies/run.py first --settings digits --cores 1
 
 A round has one experiment per setting (and learning rate). The experiment file is written to
-results/study_<round>_<setting>/, for `kairos check` and `snakemake --configfile`. Every round has other seeds, so that
-methods selected in the first round are tested on new training runs.
+results/study_<round>_<setting>/, for `kairos check` and `snakemake --configfile`. The rounds `second`, `third` and
+`rates` use other seeds than `first`, so that methods selected in the first round are tested on new training runs.
 """
 
 import argparse
