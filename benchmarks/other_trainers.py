@@ -300,6 +300,7 @@ def measure_kill(trainer: str, case: Case, runner: Runner, images: Path, killed_
     while not step_file.exists() or step_file.stat().st_size < killed_after:
         if process.poll() is not None:  # ended too early
             runner.check(process)
+            raise SystemExit(f"{trainer}: ended before {killed_after} steps, so it cannot be killed there")
         time.sleep(0.001)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -32,7 +32,7 @@ from kairos.config.experiment import load
 from kairos.forward_process import build_process
 from kairos.report.collect import collect
 from kairos.report.ranking import correct_after_holm, crossing_cost, smallest_detectable_log_ratio
-from kairos_timesteps.errors import KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 
 METRICS = ("distance", "val_loss", "val_mlperf8")
 FIXED = ("log_normal", "laplace", "two_phase", "min_snr", "p2", "speed")  # densities and weights that do not learn
@@ -49,6 +49,8 @@ def read_round(which: str) -> pd.DataFrame:
     for folder in sorted(report.parent for report in Path("results").glob(f"study_{which}_*/report.html")):
         try:
             rows = read_experiment(folder)
+        except ConfigError:
+            raise
         except KairosError as error:  # methods are being added to the experiment
             print(f"{folder.name} is skipped: {error}", file=sys.stderr)
             continue
@@ -84,7 +86,9 @@ def read_experiment(folder: Path) -> pd.DataFrame:
                     **reference,
                 }
             )
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
+    measured = [name for name in ("seconds", *METRICS) if name in table]
+    return table.astype(dict.fromkeys(measured, float))  # None, a value that is not measured, becomes NaN
 
 
 def log_values_at(rows: pd.DataFrame, metric: str, time: float) -> "pd.Series[float]":
@@ -95,7 +99,7 @@ def log_values_at(rows: pd.DataFrame, metric: str, time: float) -> "pd.Series[fl
     """
     values = {}
     for seed, seed_rows in rows.sort_values("time").groupby("seed"):
-        values[seed] = np.interp(math.log(time), np.log(seed_rows["time"]), np.log(seed_rows[metric]), right=math.nan)
+        values[seed] = np.interp(np.log(time), np.log(seed_rows["time"]), np.log(seed_rows[metric]), right=math.nan)
     return pd.Series(values, dtype=float)
 
 
@@ -144,16 +148,18 @@ def iterate_metrics(rows: pd.DataFrame) -> Iterator[tuple[str, str, dict[Any, pd
             final_values = {
                 name: log_values_at(rows_by_method[name], metric, end_time).mean() for name in fixed_methods
             }
-            best_fixed = min(final_values, key=lambda name: final_values[name], default="uniform")
+            known_values = {name: value for name, value in final_values.items() if not math.isnan(value)}
+            best_fixed = min(known_values, key=lambda name: known_values[name], default="uniform")
             yield setting, metric, rows_by_method, end_time, best_fixed
 
 
-def table(rows: pd.DataFrame) -> pd.DataFrame:
+def table(rows: pd.DataFrame, correct_each_metric: bool = False) -> pd.DataFrame:
     """Return a row per setting, metric and method, which compares the method with uniform at equal time.
 
     The columns are ``value``, the geometric mean over seeds; ``ratio`` to uniform with ``low``, ``high`` and ``p``, see
     `summarise_log_ratios`; and ``p_holm``, the corrected p. ``to_uniform`` and ``to_fixed`` are the speed relative to
-    uniform and to the best fixed method, see `log_speedups`. `rows` are the result of `read_round`.
+    uniform and to the best fixed method, see `log_speedups`. `rows` are the result of `read_round`. Holm's correction
+    is over all rows, or over those of a metric if `correct_each_metric` is True.
     """
     table_rows = []
     for setting, metric, rows_by_method, end_time, best_fixed in iterate_metrics(rows):
@@ -177,7 +183,10 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
                     "to_fixed": math.exp(speed_to_fixed),
                 }
             )
-    return pd.DataFrame(table_rows).assign(p_holm=lambda all_: correct_after_holm(all_["p"].to_numpy()))
+    compared = pd.DataFrame(table_rows)
+    families = compared["metric"] if correct_each_metric else pd.Series("all", compared.index)
+    p_holm = compared.groupby(families)["p"].transform(lambda p_values: correct_after_holm(p_values.to_numpy()))
+    return compared.assign(p_holm=p_holm)
 
 
 def log_speedups(method_rows: pd.DataFrame, other: pd.DataFrame, metric: str, end_time: float) -> "pd.Series[float]":
@@ -315,6 +324,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.power or arguments.goal) and (arguments.page or arguments.figure):
         parser.error("--page and --figure show the table, not --power or --goal")
+    if arguments.round == "final" and not arguments.table:
+        parser.error("final: pass --table studies/results/tuned_final.csv, which studies/tuned.py writes")
     try:
         rows = (
             pd.concat(map(pd.read_csv, arguments.table), ignore_index=True)
@@ -330,9 +341,8 @@ def main() -> None:
         parser.error(f"--table: no column {', '.join(missing_columns)}; pass files that --out has written")
     if rows.empty:
         raise SystemExit(f"results/study_{arguments.round}_*: no results; run python studies/run.py {arguments.round}")
-    known_methods = sorted(rows["method"].unique())
-    if arguments.goal and arguments.goal not in known_methods:
-        parser.error(f"--goal: got {arguments.goal}, allowed: {', '.join(known_methods)}")
+    if arguments.goal and arguments.goal not in (known := sorted(rows["method"].unique())):
+        parser.error(f"--goal: got {arguments.goal}, allowed: {', '.join(known)}")
     if arguments.out:
         rows.to_csv(arguments.out, index=False, float_format="%.6g", lineterminator="\n")
     if arguments.rates:
@@ -343,7 +353,7 @@ def main() -> None:
     elif arguments.goal:
         evaluation = goal(rows, arguments.goal)
     else:
-        evaluation = table(rows)
+        evaluation = table(rows, correct_each_metric=arguments.round == "final")
     if arguments.figure:
         page.draw(evaluation, arguments.figure, METRICS[:2], LEVEL)
     if arguments.page:

@@ -21,10 +21,11 @@ from typing import Any
 
 import pandas as pd
 import yaml
-from judge import log_values_at, power, read_experiment
+from judge import METRICS, log_values_at, power, read_experiment
 from run import run_experiment, write_experiment
 
 from kairos.files import write_text
+from kairos.training.job import read_progress
 
 HERE = Path(__file__).parent
 TUNING = yaml.safe_load((HERE / "tuning.yaml").read_text(encoding="utf-8"))
@@ -105,7 +106,7 @@ def select_trials(trials: list[Trial], table: pd.DataFrame, setting: str) -> dic
     snapshot. A trial without a value there, because a run diverged, is not selected.
 
     Raises:
-        SystemExit: the table lacks a trial or a seed.
+        SystemExit: the table lacks a trial or a seed, or all trials of a strategy diverged.
     """
     rows = table[table["setting"] == setting]
     if not all(is_finished(table, setting, trials, seed) for seed in SEEDS["rates"]):
@@ -121,13 +122,17 @@ def select_trials(trials: list[Trial], table: pd.DataFrame, setting: str) -> dic
         mean = log_values_at(trial_rows, metric, time).mean(skipna=False)
         if mean < best_means.get(trial.strategy, math.inf):
             best[trial.strategy], best_means[trial.strategy] = trial, mean
+    if diverged := sorted({trial.strategy for trial in trials} - {*best}):
+        raise SystemExit(f"{setting}: all trials of {', '.join(diverged)} diverged; lower the factors in tuning.yaml")
     return best
 
 
 def read_table(round_name: str) -> pd.DataFrame:
     """Return the finished runs of a round, a row per snapshot; empty without any."""
     path = HERE / "results" / f"tuned_{round_name}.csv"
-    return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["setting", "method", "factor", "seed"])
+    return (
+        pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["setting", "method", "factor", "seed", "value"])
+    )
 
 
 def run_round(round_name: str, setting: str, cores: str) -> int:
@@ -142,20 +147,46 @@ def run_round(round_name: str, setting: str, cores: str) -> int:
         seeds = [seed for seed in round_seeds if not is_finished(read_table(round_name), setting, factor_trials, seed)]
         for start in range(0, len(seeds), SEEDS_PER_EXPERIMENT):
             block = seeds[start : start + SEEDS_PER_EXPERIMENT]
-            name = f"study_tuned_{round_name}_{setting}_lr{factor:g}_seed{block[0]}"
-            methods = {trial.name: trial.method(setting) for trial in factor_trials}
-            path = write_experiment(name, setting, methods, block, factor)
-            if status := run_experiment(path, cores):
+            if status := run_block(round_name, setting, factor_trials, block, cores):
                 return status
-            save_rows(round_name, setting, factor_trials, read_experiment(path.parent))
     return 0
 
 
+def run_block(round_name: str, setting: str, trials: list[Trial], seeds: list[int], cores: str) -> int:
+    """Run trials of one factor with some seeds as an experiment, and save their rows. Returns Snakemake's exit status.
+
+    A trial with a diverged run gets rows without values for these seeds, and the others run without it.
+    """
+    name = f"study_tuned_{round_name}_{setting}_lr{trials[0].factor:g}_seed{seeds[0]}"
+    methods = {trial.name: trial.method(setting) for trial in trials}
+    path = write_experiment(name, setting, methods, seeds, trials[0].factor)
+    if status := run_experiment(path, cores):
+        diverged = [trial for trial in trials if any(has_diverged(path.parent / trial.name, seed) for seed in seeds)]
+        if not diverged:
+            return status
+        steps = yaml.safe_load(path.read_text(encoding="utf-8"))["training"]["milestones"]
+        runs = [(trial.name, seed, step) for trial in diverged for seed in seeds for step in steps]
+        rows = pd.DataFrame(runs, columns=["method", "seed", "step"])
+        rows["time"] = rows["step"].astype(float)
+        save_rows(round_name, setting, diverged, rows.assign(**dict.fromkeys(METRICS, math.nan)))
+        others = [trial for trial in trials if trial not in diverged]
+        return run_block(round_name, setting, others, seeds, cores) if others else 0
+    save_rows(round_name, setting, trials, read_experiment(path.parent))
+    return 0
+
+
+def has_diverged(method_folder: Path, seed: int) -> bool:
+    """Return True if a training run has ended with a loss or gradient that is not finite."""
+    progress = read_progress(method_folder / f"seed{seed}")
+    return progress.get("state") == "failed" and not progress["again"] and "not finite" in progress["message"]
+
+
 def is_finished(table: pd.DataFrame, setting: str, trials: list[Trial], seed: int) -> bool:
-    """Return True if the table has rows of every trial with this seed."""
+    """Return True if the table has rows of every trial with this seed, with the trial's factor and option value."""
     rows = table[(table["setting"] == setting) & (table["seed"] == seed)]
-    finished = set(zip(rows["method"], rows["factor"]))
-    return all((trial.name, trial.factor) in finished for trial in trials)
+    values = [None if pd.isna(value) else value for value in rows["value"]]
+    finished = set(zip(rows["method"], rows["factor"], values))
+    return all((trial.name, trial.factor, trial.value) in finished for trial in trials)
 
 
 def save_rows(round_name: str, setting: str, trials: list[Trial], rows: pd.DataFrame) -> None:
@@ -168,9 +199,9 @@ def save_rows(round_name: str, setting: str, trials: list[Trial], rows: pd.DataF
         value=rows["method"].map(lambda name: by_name[name].value),
     )
     table = pd.concat([read_table(round_name), rows], ignore_index=True)
-    table = table.drop_duplicates(["setting", "method", "factor", "seed", "step"], keep="last")
+    table = table.drop_duplicates(["setting", "method", "seed", "step", "factor", "value"], keep="last")
     path = HERE / "results" / f"tuned_{round_name}.csv"
-    write_text(path, table[list(rows)].to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+    write_text(path, table.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
 
 def describe_selection(settings: list[str]) -> pd.DataFrame:
@@ -208,6 +239,8 @@ def main() -> int:
         for setting, rows in read_table("power").groupby("setting"):
             seeds = FINAL_SEEDS.get(setting, SEEDS["final"])
             tables.append(power(rows, len(seeds), COMPARISONS))
+        if not tables:
+            parser.error("show-power: no runs; run python studies/tuned.py power first")
         table = pd.concat(tables)
         print(table.to_string(index=False, float_format=lambda value: f"{value:.3g}"))
         return 0

@@ -153,6 +153,7 @@ def test_file_locks_disks_and_limits_of_a_machine_are_checked(folder, monkeypatc
         ({"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": "0"}, 2, False),
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0, True),
         ({"SLURM_JOB_GPUS": "2", "CUDA_VISIBLE_DEVICES": ""}, 0, True),
+        ({"SLURM_STEP_GPUS": "", "SLURM_JOB_GPUS": "2"}, 1, True),
         ({}, 0, True),
         ({}, 1, False),
     ],

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kairos import files
-from kairos.files import atomic_folder
+from kairos.files import atomic_folder, list_by_step
 
 WRITER = """
 import sys
@@ -39,6 +39,19 @@ def start_writer(folder) -> subprocess.Popen:
     process = subprocess.Popen([sys.executable, "-c", WRITER, folder], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "0\n"
     return process
+
+
+def test_files_named_by_steps_are_listed_in_the_order_of_their_steps(tmp_path):
+    for name in ("10000000.ckpt", "9999999.ckpt", "0000400.ckpt", "0000400-old.ckpt", ".tmp-1.ckpt", "0000500.npz"):
+        (tmp_path / name).touch()
+    assert [path.name for path in list_by_step(tmp_path, ".ckpt")] == [
+        "0000400.ckpt",
+        "9999999.ckpt",
+        "10000000.ckpt",
+    ]
+    (tmp_path / "0000300").mkdir()
+    assert list_by_step(tmp_path) == [tmp_path / "0000300"]
+    assert list_by_step(tmp_path / "missing") == list_by_step(tmp_path / "0000500.npz") == []
 
 
 def test_a_reader_always_finds_a_folder(tmp_path):

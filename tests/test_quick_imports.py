@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# imports diffusers, saves and loads an autoencoder, and checks which packages are imported, and which diffusers sees
+# imports diffusers, saves and loads an autoencoder; checks imported packages, and whether diffusers finds transformers
 CODE = """
 import sys
 from kairos import quick_imports
@@ -22,11 +22,11 @@ import kairos.models.unet
 import diffusers.utils
 AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).save_pretrained(sys.argv[2])
 assert type(load_model(sys.argv[2])) is AutoencoderKL
-sees_transformers = diffusers.utils.is_transformers_available()
+finds_transformers = diffusers.utils.is_transformers_available()
 if sys.argv[1] == "command":
-    assert not sees_transformers and not {"transformers", "torchvision", "scipy"} & {*sys.modules}
+    assert not finds_transformers and not {"transformers", "torchvision", "scipy"} & {*sys.modules}
 else:
-    assert sees_transformers
+    assert finds_transformers
 import transformers, torchvision, scipy
 assert transformers.PreTrainedModel and torchvision.io and scipy.__version__
 """

@@ -15,6 +15,7 @@ import torch
 import tuned
 
 from kairos.config.experiment import load
+from kairos.training import job
 
 STUDIES = Path(__file__).parent.parent / "studies"
 run = runpy.run_path(str(STUDIES / "run.py"))
@@ -189,6 +190,43 @@ def test_a_round_continues_from_its_table(tables, monkeypatch):
         tuned.read_table("rates").sort_values(["factor", "method", "seed"], ignore_index=True),
         table.sort_values(["factor", "method", "seed"], ignore_index=True),
     )
+
+
+def test_a_diverged_trial_does_not_stop_its_round(tables, monkeypatch):
+    """The simulated Snakemake fails while a diverging method is part of the experiment."""
+    experiments = []
+
+    def run_experiment(path, cores):
+        experiments.append(load(path))
+        diverging = "speed" in experiments[-1].methods and path.parent.name.endswith("lr4_seed30")
+        if diverging:
+            state = path.parent / "speed" / "seed31" / ".state"
+            state.mkdir(parents=True)
+            job.ProgressFile(state, 10).write_end("failed", "step 7: loss nan: not finite", again=False)
+        return int(diverging)
+
+    def read_experiment(folder):
+        methods = [method for method in experiments[-1].methods for _ in range(2)]
+        rows = pd.DataFrame({"method": methods, "seed": [30, 31] * (len(methods) // 2), "step": 10, "time": 10.0})
+        return rows.assign(**dict.fromkeys(judge.METRICS, 1.0))
+
+    monkeypatch.setattr(tuned, "run_experiment", run_experiment)
+    monkeypatch.setattr(tuned, "read_experiment", read_experiment)
+    assert tuned.run_round("rates", "cifar10", "1") == 0
+    assert "speed" not in experiments[-1].methods and len(experiments) == 4
+    rows = tuned.read_table("rates").query("method == 'speed' and factor == 4")
+    assert {*rows["seed"]} == {30, 31} and rows["distance"].isna().all()
+    assert tuned.run_round("rates", "cifar10", "1") == 0 and len(experiments) == 4  # nothing is missing
+    monkeypatch.setattr(tuned, "run_experiment", lambda path, cores: 3)  # a failure that is no divergence
+    assert tuned.run_round("rates", "digits", "1") == 3
+
+
+def test_the_final_round_corrects_each_metric():
+    rows = curves({"uniform": (1, 1), "min_snr": (0.9, 1)}, 6, 0.1)
+    p_values = judge.table(rows)["p"].dropna()
+    corrected = judge.table(rows, correct_each_metric=True)["p_holm"].dropna()
+    assert corrected.tolist() == pytest.approx(p_values.tolist())
+    assert judge.table(rows)["p_holm"].min() == pytest.approx(min(3 * p_values.min(), 1))
 
 
 def test_an_incomplete_setting_is_skipped_with_a_reason(tmp_path, monkeypatch, capsys):

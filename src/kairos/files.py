@@ -84,6 +84,19 @@ def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
             temporary.unlink()
 
 
+def list_by_step(folder: Path, suffix: str = "") -> list[Path]:
+    """Return the paths in a folder whose name is a step and a suffix, such as ``0000400.npz``, by ascending step.
+
+    Other names are left out, temporary ones for example. The list is empty if the folder is missing or is a file.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    steps = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
+    return [folder / f"{step}{suffix}" for step in sorted(filter(str.isdecimal, steps), key=int)]
+
+
 def write_text(path: Path | str, text: str) -> None:
     """Write a text file in UTF-8 atomically."""
     with atomic(path, "w") as file:

@@ -131,6 +131,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         OSError: the file cannot be read.
         TypeError: the file does not contain a mapping.
         YAMLError: the file is not YAML.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     import yaml
 

@@ -30,11 +30,14 @@ def disable() -> None:
 
 @contextmanager
 def without_pipeline_packages() -> Iterator[None]:
-    """Hide the packages of diffusers' pipelines from imports if quick imports are enabled; imported ones stay."""
+    """Hide the packages of diffusers' pipelines inside the block, if quick imports are enabled.
+
+    An import of a hidden package raises ModuleNotFoundError. Packages that are already imported stay visible.
+    """
     packages = (*_PIPELINE_PACKAGES, *_DEPENDENT_PACKAGES) if _enabled else ()
     hidden = [name for name in packages if name not in sys.modules]
     for name in hidden:
-        sys.modules[name] = None  # type: ignore[assignment]  # documented: the import then finds no such module
+        sys.modules[name] = None  # type: ignore[assignment]  # makes `import name` raise ModuleNotFoundError
     try:
         yield
     finally:

@@ -68,7 +68,7 @@ class Job:
 
 
 def list_jobs(results: Path) -> tuple[list[Job], str]:
-    """Return the pending and running jobs of an experiment in SLURM's queue, and an error message, empty on success.
+    """Return the jobs of an experiment in SLURM's queue, and an error message, empty on success.
 
     Without SLURM, or on a machine without a configured cluster, there are no jobs and no error. With an error message
     the list is empty, although there may be jobs. The jobs are in squeue's order.

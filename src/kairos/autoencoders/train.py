@@ -41,8 +41,8 @@ def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> Autoe
     """
     levels = len(config.channels)
     check_image_size(shape, 2 ** (levels - 1), f"an autoencoder with {levels} levels (autoencoder.channels)")
-    # The number of groups of the normalisation must divide the channels of every level. Select the largest such number
-    # that leaves 4 channels or more to each group, or else 1.
+    # The number of groups of the normalisation must divide the channels of every level. Select the largest
+    # such number up to a quarter of the channels' common divisor, or else 1.
     common_divisor = math.gcd(*config.channels)
     most_groups = max(1, common_divisor // 4)
     possible_groups = [count for count in range(1, most_groups + 1) if common_divisor % count == 0]

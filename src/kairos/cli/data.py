@@ -98,7 +98,7 @@ def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
     Start-up ends as soon as the source is open.
 
     Returns:
-        A description for the log, and the entry of the timing record: `images`, their number, held-out ones included.
+        A description for the log, and the timing entry `images`: the number of images, held-out ones included.
     """
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source
@@ -143,7 +143,7 @@ def _encode_captions(
     The end of start-up is marked.
 
     Returns:
-        A description for the log, and the entry of the timing record: `captions`, their number.
+        A description for the log, and the timing entry `captions`: the number of captions.
 
     Raises:
         ConfigError: the experiment has no text encoder.
@@ -170,7 +170,7 @@ def _encode_images(
     that no option sets are in results/<experiment>. Start-up ends with the loading of the autoencoder.
 
     Returns:
-        A description for the log, and the entry of the timing record: `images`, their number; a shard has no entry.
+        A description for the log, and the timing entry `images`: the number of images; a shard has no entry.
     """
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode

@@ -38,7 +38,6 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: the folder in ``--profile`` contains no profile, or the experiment file is not valid.
         KairosError: something is not usable; raised after all findings are printed.
-        FileNotFoundError: git is not installed; no finding is printed then.
     """
     from kairos.config import load
     from kairos.status import cluster_checks
@@ -66,9 +65,6 @@ def _check_machine(experiment: "Experiment | None", profile: Path) -> list[Findi
     They are about software, devices, the SLURM job and the cluster, disk and locks, git, MLflow, DVC and Inception's
     weights. Without an experiment, folder ``results`` and the default MLflow store are checked. The folder `profile`
     need not exist.
-
-    Raises:
-        FileNotFoundError: git is not installed.
     """
     from kairos.status import cluster_checks, tool_checks
 

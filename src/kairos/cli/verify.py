@@ -40,14 +40,14 @@ def run(arguments: argparse.Namespace) -> None:
 def _verify_training_run(folder: Path) -> None:
     """Check the final checkpoint, the metrics and all snapshots of a training run against their records.
 
-    The hashes of the checkpoint's components and of the metrics are printed before they are compared. A missing folder
-    of a snapshot is not noticed.
+    The hashes of the checkpoint's components and of the metrics are printed before they are compared. A missing
+    snapshot folder is not detected.
 
     Raises:
         KairosError: the training run is not complete.
         DamagedError: a file is missing or damaged.
     """
-    from kairos.files import DamagedError, open_record, sha256_file
+    from kairos.files import DamagedError, list_by_step, open_record, sha256_file
     from kairos.milestones import check_milestone
     from kairos.training.checkpoint import component_hashes, read
 
@@ -62,14 +62,15 @@ def _verify_training_run(folder: Path) -> None:
     mismatched = [name for name, digest in digests.items() if record["components"].get(name) != digest]
     if mismatched:
         raise DamagedError(f"{folder}: damaged or from another training run: {', '.join(mismatched)}")
-    for milestone in sorted((folder / "milestones").glob("[0-9]*")):  # names are steps; .tmp-... is unfinished
+    for milestone in list_by_step(folder / "milestones"):
         check_milestone(milestone)
 
 
 def _compare_with_recording(lock: Path) -> None:
     """Compare all results with the hashes in a dvc.lock; print the results that are not equal, and numbers by state.
 
-    The states are ``same``, ``differs``, ``missing`` and ``not compared``; results of the last are printed, too.
+    The states are ``same``, ``differs``, ``missing`` and ``not compared``. Results that were not
+    compared are printed, too.
 
     Raises:
         KairosError: a result differs or is missing, and the message has the numbers; or the dvc.lock cannot be read.

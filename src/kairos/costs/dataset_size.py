@@ -263,7 +263,7 @@ def _describe_text(
 
     The shape contains tokens and width, or only the width if the encoder's output is pooled. Without `known_shape`
     (tokens and width), the description is read from the manifest of encoded texts, if there are any. Otherwise the
-    shape is read from the encoder's config.json.
+    width is read from the encoder's config.json, and the tokens too unless the configuration has a length.
     """
     if known_shape is not None:
         length, width = known_shape

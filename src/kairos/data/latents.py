@@ -80,7 +80,10 @@ class Latents:
 
     @property
     def are_in_memory(self) -> bool:
-        """True if `read_rows` and `load_conditions` read no file; False with encoded captions or linked images."""
+        """True if `read_rows` and `load_conditions` read no file.
+
+        It is False with encoded captions and, for pixels, with linked images.
+        """
         if self.text is not None:  # encoded captions stay in their file
             return False
         arrays_of_x0 = self.moments.values() or [self.dataset.images]  # without moments, x0 is the pixels

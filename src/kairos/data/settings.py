@@ -181,7 +181,7 @@ class DatasetConfig(Section):
         return "label" if "label" in columns else None
 
     def heldout_count(self, count: int) -> int:
-        """Return the number of held-out images of `count` images, at least one, if `heldout` is a share.
+        """Return the number of held-out images among `count` images, if `heldout` is a share; `count` is at least 1.
 
         The number is 0 for share 0. Otherwise it is the rounded product, at least 1 and at most `count` - 1.
 

@@ -190,7 +190,7 @@ def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None
     """Draw the range and the median of the curves of methods without a look, and return the label of the range.
 
     A step is included if any curve has it. The x axis is the step if `unit_seconds` is None. Otherwise it is the
-    training time of a step, mean over methods, in units of `unit_seconds`. The caller writes the label.
+    training time up to the step, mean over methods, in units of `unit_seconds`. The caller writes the label.
     """
     means = pd.concat([pd.Series(curve.mean, curve.steps) for curve in curves], axis=1).sort_index()  # a row per step
     x = means.index.to_numpy(float)

@@ -12,7 +12,7 @@ def select_shown_methods(results: Results) -> list[str]:
 
     With at most 12 methods, all are returned. Otherwise 12 are selected: first the baseline, then the best method of
     each sweep, then the best methods of the experiment. The best method has the lowest primary metric, mean over seeds,
-    at the last common snapshot. With more than 12 sweeps, the worst ones are left out.
+    at the last common snapshot. Sweeps without a place among the 12 are left out.
 
     Raises:
         KairosError: there are more than 12 methods, and no snapshot after step 0 is evaluated for all of them.

@@ -76,7 +76,7 @@ def _check_account(profile: Path, requested: str | None) -> Finding:
     succeeded, answer = False, "no sacctmgr here"
     if shutil.which("sacctmgr"):
         succeeded, answer = run_command(*command)
-    accounts = sorted(set(answer.split()))  # has a meaning only if the command has succeeded
+    accounts = sorted(set(answer.split()))  # valid only if the command succeeded
     if succeeded and accounts and requested and requested not in accounts:
         advice = f"{requested}, as in {profile}, is none of {', '.join(accounts)}: edit the profile"
         return False, "slurm account", advice
@@ -134,7 +134,10 @@ def check_job(visible: int) -> list[Finding]:
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         return [(True, "slurm job", "none: this is not a job of SLURM")]
-    variables = {name: os.environ[name] for name in _GPU_VARIABLES if name in os.environ}
+    # an empty CUDA_VISIBLE_DEVICES hides all GPUs; the others are unset where they are empty
+    is_set = {name: bool(os.environ.get(name)) for name in _GPU_VARIABLES}
+    is_set["CUDA_VISIBLE_DEVICES"] = "CUDA_VISIBLE_DEVICES" in os.environ
+    variables = {name: os.environ[name] for name in _GPU_VARIABLES if is_set[name]}
     assigned = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no GPU"
     fact = f"job {job_id} on {os.environ.get('SLURMD_NODENAME', '?')}, given: {assigned}; torch sees {visible}"
     if _count_assigned_gpus(variables) == visible:
@@ -197,7 +200,7 @@ def check_locks(results: Path) -> list[Finding]:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-lock-") as file:
                 fault = _try_lock(function, file)
         except OSError as error:
-            fault = error.strerror or str(error)
+            fault = error.strerror or str(error) or type(error).__name__
         if not fault and function == "flock":
             fault = _find_local_lock_options(folder)
         if fault:

@@ -54,8 +54,8 @@ def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
 
     Raises:
         KairosError: the folder contains no training run.
-        ConfigError: the file is missing or not a valid experiment; or a run that is not active has states, and the
-            weights of ``training.start_from`` are missing.
+        ConfigError: the file is missing or not a valid experiment; or a run that is not active has states, and
+            ``training.start_from`` is not a snapshot of this backbone.
     """
     status = _collect_status(experiment)
     states = find_unclaimed_states(status["outline"], status["runs"])
@@ -79,7 +79,7 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
     Args:
         experiment: the experiment's file, or its folder of results.
         interval: seconds after which the document requests itself again.
-        moment: key of the cache: calls with equal arguments, `moment` included, return one document.
+        moment: cache key; calls with equal arguments return the cached document.
     """
     context: dict[str, Any] = {
         "title": experiment.stem,
@@ -220,8 +220,9 @@ def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tupl
 def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
     """Return steps and losses of some lines of metrics.jsonl, float64 (lines, 2), from blocks spread over `size` bytes.
 
-    Lines are in the order of the file, and no step is repeated. The blocks of a small file cover it completely, but
-    lines that cross the border of two blocks are left out. The array is empty, of shape (0,), if no line has a loss.
+    Lines are in the order of the file, and no step is repeated. The blocks of a small file cover it completely. A line
+    that crosses the border of two blocks is left out unless its step and loss are before the border. The array is
+    empty, of shape (0,), if no line has a loss.
     """
     distance = _double_until_few(_BLOCK, size)  # bytes between the beginnings of blocks; blocks of a small file touch
     last_position = max(size - _BLOCK, 0)

@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kairos.files import glance
+from kairos.files import glance, list_by_step
 from kairos.report.outdated import read_samples_protocol
-from kairos.status.run_progress import Outline, find_first_snapshot, list_names, read_last_lines
+from kairos.status.run_progress import Outline, find_first_snapshot, read_last_lines
 
 _SHARED_HASHES = ("extractor_hash", "reference_hash")  # hashes in reference.json and in an evaluation's protocol
 _STAGE_RECORDS = {  # file in the results, by stage; if it exists, the stage is complete
@@ -48,25 +48,25 @@ class RunOutputs:
     @cached_property
     def samples(self) -> dict[str, bool]:
         """Validity of each file of samples, by the step in its name, such as ``0000400``; True: valid."""
-        paths = _list_files_by_step(self.folder / "samples", ".npz")
+        paths = list_by_step(self.folder / "samples", ".npz")
         return {path.stem: self._are_samples_valid(path) for path in paths}
 
     @cached_property
     def evaluations(self) -> dict[str, bool]:
         """Validity of each evaluation, by the step in its name, such as ``0000400``; True: valid."""
-        paths = _list_files_by_step(self.folder / "evaluation", ".json")
+        paths = list_by_step(self.folder / "evaluation", ".json")
         return {path.stem: self._is_evaluation_valid(path) for path in paths}
 
     @property
     def last_evaluation(self) -> Path | None:
         """Path of the valid evaluation of the highest step; None: there is none."""
-        paths = reversed(_list_files_by_step(self.folder / "evaluation", ".json"))
+        paths = reversed(list_by_step(self.folder / "evaluation", ".json"))
         return next((path for path in paths if self.evaluations.get(path.stem)), None)
 
     @property
     def last_grid(self) -> Path | None:
         """Path of the PNG of the highest step whose samples are valid, see `_is_grid_valid`; None: there is none."""
-        paths = reversed(_list_files_by_step(self.folder / "samples", ".png"))
+        paths = reversed(list_by_step(self.folder / "samples", ".png"))
         return next((path for path in paths if self._is_grid_valid(path)), None)
 
     def _are_samples_valid(self, path: Path) -> bool:
@@ -130,13 +130,6 @@ class RunOutputs:
         if expected is None or record_file is None or expected.find_changes(self._method, self._seed, record_file):
             return ""
         return str(expected.snapshot_record(record_file).get("identity", ""))
-
-
-def _list_files_by_step(folder: Path, suffix: str) -> list[Path]:
-    """Return the paths of the files with a suffix whose name is a step, by ascending step; empty without a folder."""
-    names = [name for name in list_names(folder) if name.endswith(suffix)]
-    steps = [name.removesuffix(suffix) for name in names]
-    return [folder / f"{step}{suffix}" for step in sorted(filter(str.isdecimal, steps), key=int)]
 
 
 def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:

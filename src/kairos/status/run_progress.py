@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.config import Experiment, load
-from kairos.files import glance
+from kairos.files import glance, list_by_step
 from kairos.progress import duration
 from kairos.report.outdated import ExpectedSettings, format_changes
 from kairos.slurm import Job
@@ -177,8 +177,8 @@ def _assess_run(
 ) -> RunProgress:
     """Return the state and progress of a training run, from its record, progress file, job, snapshots and logs.
 
-    A run that is not active (running, starting or queued) and has other settings than the experiment is ``outdated``,
-    whatever its state. A run that only has a log is ``starting`` if the log is new and empty, else ``failed``. For all
+    A run that is not active (running, starting or queued), and whose settings differ from the experiment's, is
+    ``outdated``. A run that only has a log is ``starting`` if the log is new and empty, else ``failed``. For all
     other runs see `_find_state`. `progress` is empty without a progress file, and `job` is None if the queue does not
     contain the run.
     """
@@ -252,8 +252,8 @@ def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progre
     """
     if record or progress:
         return int(max(record.get("steps", 0), progress.get("step", 0)))
-    snapshots = folder.glob("milestones/[0-9]*/milestone.json")
-    return max((int(path.parent.name) for path in snapshots), default=0)
+    snapshots = [path for path in list_by_step(folder / "milestones") if (path / "milestone.json").exists()]
+    return int(snapshots[-1].name) if snapshots else 0
 
 
 def _find_state(folder: Path, progress: Progress, job: Job | None, is_complete: bool) -> str:
@@ -284,9 +284,9 @@ def _find_state(folder: Path, progress: Progress, job: Job | None, is_complete: 
 def _find_changed_settings(outline: Outline, method: str, seed: int, begun_identity: str | None) -> str:
     """Return the settings that have changed since a run was computed, as text; empty: none, or they are unknown.
 
-    The run's settings are read from its first snapshot: of the state that the run wrote last, if that state has other
-    settings than the published snapshots. They are unknown without a snapshot or an experiment file. `begun_identity`
-    is the identity of that state; None: there is no state.
+    The settings come from the first published snapshot. If the state that the run wrote last has another identity
+    (`begun_identity`; None: no state), they come from the first snapshot of that state. Without a snapshot or an
+    experiment file they are unknown.
     """
     if outline.expected is None:
         return ""
@@ -307,12 +307,8 @@ def find_first_snapshot(folder: Path) -> Path | None:
     A run with new settings replaces this snapshot before all others, so its record has the present settings. The folder
     belongs to a training run or a state. Snapshots without a record are skipped.
     """
-    milestones = folder / "milestones"
-    for name in list_names(milestones):  # steps with leading zeros, such as 0000400; other names are temporary
-        record = milestones / name / "milestone.json"
-        if name[:1].isdigit() and record.exists():
-            return record
-    return None
+    records = (snapshot / "milestone.json" for snapshot in list_by_step(folder / "milestones"))
+    return next((record for record in records if record.exists()), None)
 
 
 def list_names(folder: Path) -> list[str]:

@@ -20,7 +20,9 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
     latents, since identities depend on them, or if only a folder of results is known.
 
     Raises:
-        ConfigError: the weights of ``training.start_from`` are missing, and a run that is not active has states.
+        ConfigError: a run that is not active has states, and ``training.start_from`` is not a snapshot of this
+            backbone.
+        DamagedError: the record of that snapshot or the latents' manifest is damaged.
     """
     latents_manifest = outline.results / "latents" / "manifest.json"
     if outline.experiment is None or not latents_manifest.is_file():

@@ -177,9 +177,8 @@ def collect_points(run: "RunResults") -> list[Point]:
 
     Of each stride of metrics.jsonl only the last line is kept, see `choose_stride`; an incomplete last stride is left
     out. If the training time of the last snapshot is known and not 0, a point ``seconds_per_step`` is the mean over all
-    steps.
-    Evaluations follow the metrics, so steps are not in order. A run without a recorded start is treated as started on
-    2000-01-01.
+    steps. Evaluations follow the metrics, so steps are not in order. A run without a recorded start is treated as
+    started on 2000-01-01.
 
     Raises:
         KairosError: metrics.jsonl is damaged.

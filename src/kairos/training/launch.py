@@ -102,7 +102,7 @@ def is_first_failure(error: BaseException) -> bool:
 
 def _is_communication_error(error: BaseException) -> bool:
     """Return True if torch.distributed or gloo raised the error, so that another rank has caused it."""
-    # names of the error's class and of its base classes; names, so that this module need not import torch
+    # class names instead of classes, so that this module need not import torch; base classes included
     class_names = {f"{base.__module__}.{base.__name__}" for base in type(error).__mro__}
     if "torch.distributed.DistError" in class_names:
         return True

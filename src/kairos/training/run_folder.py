@@ -29,6 +29,7 @@ from kairos.files import (
     DamagedError,
     link_file,
     link_tree,
+    list_by_step,
     read_json,
     read_lines,
     sha256_bytes,
@@ -289,8 +290,8 @@ class RunFolder:
             old_checkpoint.unlink()
 
     def _checkpoints(self) -> list[Path]:
-        """Return the paths of all checkpoints in the order of their steps, which is no order of names from 10^7 on."""
-        return sorted((self.state / "checkpoints").glob("*.ckpt"), key=lambda path: int(path.stem))
+        """Return the paths of all checkpoints by ascending step."""
+        return list_by_step(self.state / "checkpoints", ".ckpt")
 
     def _hash_new_metrics(self) -> None:
         """Add the bytes of metrics.jsonl that are not hashed yet to size and hash; a missing file adds none."""

@@ -104,7 +104,8 @@ def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
         return validate(merged, source)
     # --config without --configfile: Snakemake has not read params.yaml
     load(_DEFAULT_EXPERIMENT)  # raises the errors of the file before those of --config
-    merged = merge(read_experiment_file(Path(_DEFAULT_EXPERIMENT)), dict(config))
+    values = merge(read_experiment_file(Path(_DEFAULT_EXPERIMENT)), dict(config))
+    merged = apply_extends(values, Path(_DEFAULT_EXPERIMENT))  # --config may contain `extends`
     return validate(merged, f"{_DEFAULT_EXPERIMENT} with --config")
 
 
