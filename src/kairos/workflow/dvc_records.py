@@ -482,8 +482,8 @@ def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
 def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
     """Return a text for each fact that differs between the machines of the recorded and of the present results.
 
-    An example is ``torch differs: 2.8 when recorded, 2.9 now``. The result is empty if all facts of `_MACHINE_FACTS` are
-    equal. If the list of the recorded machines is missing, the only text is that they are unknown.
+    An example is ``torch differs: 2.8 when recorded, 2.9 now``. The result is empty if all facts of `_MACHINE_FACTS`
+    are equal. If the list of the recorded machines is missing, the only text is that they are unknown.
 
     Args:
         lock: the dvc.lock; a file next to it lists the machines of the recorded results.
