@@ -231,14 +231,14 @@ def test_verify_reports_differences_from_a_lock_file_and_their_causes(tmp_path, 
     assert main(verify) == 1
     output = capsys.readouterr()
     assert re.search(r"results/x/dataset: differs, .*processor.*EPYC.*Xeon", output.out)
-    assert "results/x/latents: differs, follows from results/x/dataset/manifest.json; other processor" in output.out
+    assert re.search("results/x/latents: differs, .*results/x/dataset/manifest.json; processor.*EPYC.*Xeon", output.out)
     assert "2 differs" in output.err
 
     write_json(results / "dependencies.yaml", {"prepare": {"code": "1"}, "encode": {"code": "1", "size": 4}})
     shutil.rmtree(results / "dataset")
     assert main(verify) == 1
     output = capsys.readouterr().out
-    assert "results/x/dataset: missing, other processor" in output
+    assert re.search("results/x/dataset: missing, .*processor", output)
     assert "results/x/latents: differs, changed settings or code: encode.size" in output
     (results / "dependencies.yaml").unlink()  # as if DVC had not run
     assert main(verify) == 1
