@@ -9,6 +9,7 @@ import pytest
 from kairos.config import load
 from kairos.diffusion import MethodConfig
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from marks import mark_long
 from training_case import experiment, make_latents, train
 
 PAPERS = load(Path(__file__).parents[1] / "experiments" / "digits_all_methods.yaml").methods
@@ -20,7 +21,7 @@ OTHERS = {
     for number, sampler in enumerate(OTHER_SAMPLERS)
 }
 METHODS = {**PAPERS, **OTHERS}
-REPEATED = [name for name in PAPERS if name.endswith("_min_snr")]  # its sampler and its weighting are in other methods
+QUICK = ["uniform", "adaptive", "adaptive_official", "speed", "min_snr", "gradient_norm", "loss_second_moment"]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,7 @@ def test_the_methods_contain_every_sampler_and_every_weighting():
     assert {method.weighting.name for method in METHODS.values()} == set(WEIGHTINGS)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in [*OTHERS, *REPEATED])) for name in METHODS]
-)
+@pytest.mark.parametrize("name", mark_long(METHODS, QUICK))
 def test_a_method_trains_and_resumes_exactly(name, latents, tmp_path):
     method = METHODS[name].model_dump(mode="json")
     changes = {"frequency": 2, "start": 1, "length": 8, "history": 1}

@@ -194,6 +194,7 @@ def measure(trained, name, step, method="uniform", **options):
     return pd.read_csv(out)
 
 
+@pytest.mark.long
 def test_training_on_one_part_does_not_change_independent_parts(trained):
     table = measure(trained, "interdependence", 20).set_index(["trained", "part"])
     assert len(table) == 30 and set(table["step"]) == {20}
@@ -208,6 +209,7 @@ def test_training_on_one_part_does_not_change_independent_parts(trained):
     assert measure(trained, "interdependence", 20).set_index(["trained", "part"]).equals(table)
 
 
+@pytest.mark.long
 def test_agreement_uses_the_optimiser_state_of_the_last_snapshot(trained):
     folder, plain = trained
     last = folder / "uniform/seed0/milestones/0000040"
@@ -221,6 +223,7 @@ def test_agreement_uses_the_optimiser_state_of_the_last_snapshot(trained):
     assert not np.allclose(adam["noise_scale"], plain["noise_scale"])
 
 
+@pytest.mark.long
 def test_gradient_variance_uses_the_weighting_of_the_method(trained):
     """The loss of uniform is unweighted; with weighting vlb it is the bound, whose variance is proportional to c²."""
     plain, bound = (measure(trained, "gradient_variance", 40, method) for method in ("uniform", "vlb"))
@@ -234,6 +237,7 @@ def test_gradient_variance_uses_the_weighting_of_the_method(trained):
     assert not measure(trained, "gradient_variance", 40, seed=1).equals(plain)
 
 
+@pytest.mark.long
 def test_the_table_of_an_analysis_requires_the_tables_of_all_snapshots(trained):
     folder, plain = trained
     uniform = validate(plain | {"methods": {"uniform": {}}})

@@ -31,6 +31,7 @@ def test_with_probability_zero_images_are_only_flipped_and_exactly():
     assert torch.equal(augmented[flipped], x[flipped].flip(3)) and torch.equal(augmented[~flipped], x[~flipped])
 
 
+@pytest.mark.long
 def test_probabilities_and_distributions_equal_those_of_edm():
     labels = augment_images(torch.zeros(20_000, 1, 4, 4), 0.12, 1, 0, range(20_000))[1]
     not_only_flipped = (labels[:, 1:] != 0).any(1).float().mean()

@@ -66,6 +66,7 @@ def test_check_reports_unreadable_images_by_name(check, tmp_path):
     assert check("check", resolution=16, broken="skip")[0] == 0
 
 
+@pytest.mark.long
 def test_check_rejects_a_batch_that_exceeds_the_gpu_memory(check):
     assert check("check", "--gpu-memory", "80", resolution=16)[0] == 0
     big = {"batch_size": 16384}
@@ -77,6 +78,7 @@ def test_check_rejects_a_batch_that_exceeds_the_gpu_memory(check):
     assert check("check", "--gpu-memory", "2", resolution=16, training={**big, "device": "cpu"})[0] == 0
 
 
+@pytest.mark.long
 def test_check_rejects_runtimes_above_the_limit_of_the_partition(check, tmp_path):
     profile = tmp_path / "profile"
     profile.mkdir()

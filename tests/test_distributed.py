@@ -122,7 +122,8 @@ def test_a_run_on_two_processes_with_a_fixed_sampler_equals_that_on_one(folder, 
     check_two_processes(tmp_path / "two", alone / "uniform", updates=None)
 
 
-@pytest.mark.parametrize("method", [pytest.param("uniform", marks=pytest.mark.long), "adaptive"])
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["uniform", "adaptive"])
 def test_a_run_with_micro_batches_equals_that_with_whole_batches(method, folder, alone):
     out = folder / "microbatches" / method
     run_here(line(folder, method, out, microbatch=3))  # of 16: the last one is smaller

@@ -104,6 +104,7 @@ def test_every_component_has_its_formula_and_its_options():
     assert [option for option in gallery._COMMON if f"| `{option}` |" not in common] == []
 
 
+@pytest.mark.long
 def test_pictures_show_what_the_terminal_shows_and_say_that_a_sampler_learns():
     text, pictures = gallery.pictured("edm_log_normal")
     assert [path.rpartition("-")[2] for path in pictures] == ["edm.svg", "discrete.svg"]

@@ -116,6 +116,7 @@ def test_compare_excludes_results_of_the_earlier_autoencoder(
     assert "uniform seed 0" not in note
 
 
+@pytest.mark.long
 def test_statistics_of_real_images_are_measured_again_by_changed_code(
     experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_changed_setting_is_reported_before_its_consequences(interrupted: Path
     )
 
 
+@pytest.mark.long
 def test_the_report_lists_the_results_that_it_excludes(interrupted: Path) -> None:
     page = page_of(Path("tiny.yaml"), Path(RESULTS), unfinished=True)
     missing = re.findall(r"<li>(adaptive seed 0: .*?)</li>", page)
@@ -297,6 +299,7 @@ def test_status_counts_results_of_the_earlier_autoencoder_as_outdated(
     assert "0/2" in line and "autoencoder.steps: 3 → 4" in line
 
 
+@pytest.mark.long
 def test_the_status_page_shows_no_distance_of_the_earlier_autoencoder(interrupted: Path) -> None:
     page = render_page(Path("tiny.yaml"), 5.0, 0.0)
     shown = {method: f"/{method}/seed0/evaluation/0000002.json" in page for method in METHODS}

@@ -98,6 +98,7 @@ def test_the_trained_classifier_is_an_accurate_extractor(results):
         opened.compute_layers(np.zeros((3, 8, 8, 3), np.uint8))
 
 
+@pytest.mark.long
 def test_torch_fidelity_computes_the_same_distance_with_the_classifier(results):
     import torch_fidelity
 
@@ -211,7 +212,8 @@ def test_samples_do_not_depend_on_the_batch_size_or_number(results, tmp_path):
     assert not np.array_equal(images, read_samples(results / "1.npz")[0][:40])
 
 
-@pytest.mark.parametrize("process,noise_level", [("edm", "sigma"), pytest.param("flow", "t", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("process,noise_level", [("edm", "sigma"), ("flow", "t")])
 def test_a_continuous_process_is_sampled_and_evaluated_in_half_precision(
     results, tmp_path, monkeypatch, process, noise_level
 ):

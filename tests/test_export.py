@@ -50,6 +50,7 @@ def rejection(capsys, *arguments):
     return line
 
 
+@pytest.mark.long
 def test_tensorboard_reads_the_curves_at_their_times_and_the_grids(tree, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -116,6 +117,7 @@ def test_a_milestone_with_its_card_opens_in_diffusers_and_samples(milestone, tmp
     assert open_milestone(out).record["files"] == record["files"]
 
 
+@pytest.mark.long
 def test_the_card_excludes_evaluations_of_another_training_run(milestone, tmp_path):
     path = milestone.parents[1] / "evaluation" / "0000040.json"
     before = path.read_text()

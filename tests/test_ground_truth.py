@@ -21,7 +21,8 @@ class Fixed(TableDensity):
         self.importance = corrected
 
 
-@pytest.mark.parametrize("corrected", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.long
+@pytest.mark.parametrize("corrected", [True, False])
 def test_recursion_agrees_with_training_runs_of_strategy(corrected):
     problem = replace(NOISE, steps=25)
     p = torch.softmax(torch.linspace(1, -1, 12, dtype=torch.float64), 0)

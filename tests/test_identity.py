@@ -320,6 +320,7 @@ def test_summaries_from_the_cache_equal_parsed_ones(cache, tmp_path, monkeypatch
         assert cache() == expected
 
 
+@pytest.mark.long
 def test_a_damaged_or_unusable_cache_changes_nothing(cache, tmp_path):
     expected = cache()
     file = tmp_path / "kairos/modules.json"

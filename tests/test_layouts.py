@@ -82,6 +82,7 @@ def test_a_zip_without_labels_has_no_conditions(tmp_path, labels):
     assert (count_images(make_zip_config(path)).train, count_images(make_zip_config(path)).smallest) == (4, None)
 
 
+@pytest.mark.long
 def test_a_zip_is_read_by_several_processes_at_once(tmp_path):
     source = open_source(make_zip_config(write_edm_zip(tmp_path / "edm.zip", 40)))
     assert np.array_equal(np.asarray(source.read(0)), np.asarray(random_image(0)))  # opens the zip before the fork

@@ -24,6 +24,7 @@ def test_figures_of_few_methods_show_all(tree):
     assert select_shown_methods(results) == results.methods
 
 
+@pytest.mark.long
 def test_figures_of_many_methods_show_the_baseline_and_the_best_and_the_range_of_the_others(tree, monkeypatch):
     monkeypatch.setattr(shown_methods, "MOST_SHOWN", 3)
     results = collect(load(tree[0]), tree[1])

@@ -48,6 +48,7 @@ def test_the_error_reports_the_largest_microbatch_that_fits(
     assert message is None or message in str(raised.value)
 
 
+@pytest.mark.long
 def test_memory_outside_of_the_forward_passes_is_reported_separately(latents, tmp_path, monkeypatch):
     """If the optimiser or the sampler runs out of memory, smaller passes do not help."""
     monkeypatch.setattr(optimizers.Adam, "step", lambda self: (_ for _ in ()).throw(torch.OutOfMemoryError("")))

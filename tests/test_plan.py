@@ -22,6 +22,7 @@ from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name
 from kairos_timesteps.registry import Entry
 from kairos_timesteps.strategy import Strategy
+from marks import mark_long
 from training_case import build_model, experiment, make_latents, make_process, train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,11 +39,12 @@ SMALL = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "shape", "conditions", "millions", "gflop"),
     [
         (UNET, (3, 32, 32), {}, 35.7, 12.4),
-        pytest.param(DIT_XL, (4, 32, 32), CLASS, 674.8, 237.3, marks=pytest.mark.long),
+        (DIT_XL, (4, 32, 32), CLASS, 674.8, 237.3),
     ],
 )
 def test_published_parameters_and_operations(
@@ -55,7 +57,7 @@ def test_published_parameters_and_operations(
     assert cost.backward_flops == pytest.approx(2 * cost.forward_flops, rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["dit", "unet"])
+@pytest.mark.parametrize("name", mark_long(["dit", "unet"], ["dit"]))
 def test_counts_equal_those_of_the_real_network(name: str) -> None:
     """Parameters and operations are exact; activation memory agrees with the tensors saved for backward within 2 %."""
     cost = count_network_cost(BACKBONES.select(SMALL[name]), (3, 16, 16), {}, 5)

@@ -25,6 +25,7 @@ from kairos.section import field
 from kairos.training.settings import AVERAGES
 from kairos_timesteps.components import PROCESSES
 from kairos_timesteps.errors import ConfigError
+from marks import mark_long
 from training_case import (
     build_training,
     difference,
@@ -174,7 +175,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mark_long(METHODS, ["adaptive"]))
 def test_strategies_train_a_learned_variance(method, latents, tmp_path):
     from kairos.data.latents import open_latents
     from kairos.evaluation.settings import LossSettings
@@ -347,6 +348,7 @@ def test_two_processes_equal_one_with_a_masked_pass(make_masked_experiment, late
     assert difference(*models) < 1e-6
 
 
+@pytest.mark.long
 def test_the_memory_guard_runs_both_passes(make_masked_experiment, latents):
     from kairos.data.latents import open_latents
     from kairos.training.memory import find_fitting_batch

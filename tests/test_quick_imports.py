@@ -40,10 +40,8 @@ def install_peft(folder):
     (folder / "peft" / "__init__.py").write_text("import transformers\n")
 
 
-@pytest.mark.parametrize(
-    "process",
-    ["command", *(pytest.param(process, marks=pytest.mark.long) for process in ("notebook", "plugin"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("process", ["command", "notebook", "plugin"])
 def test_only_commands_without_plugins_import_diffusers_without_packages_of_pipelines(process, tmp_path):
     command = [sys.executable, "-c", CODE, process, "model"]
     environment = dict(os.environ)

@@ -16,6 +16,7 @@ from kairos.config.reading import read_experiment_file
 from kairos.costs.estimate import estimate_cost
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
+from marks import mark_long
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("SHARED", ROOT.parent / "shared"))
@@ -68,6 +69,7 @@ def test_rows_of_recipes_equal_the_published_results():
         assert [float(line[column]) for line in cells] == [row.value], (block.table, row)
 
 
+@pytest.mark.long
 def test_every_row_has_a_method_or_the_reason_why_it_has_none():
     without = {(block.table, row.row) for _, block, row in list_published_rows() if row.method is None}
     assert without == {("11", "bs")} and "bs" in SAMPLERS.unavailable
@@ -240,7 +242,7 @@ def test_small_forms_keep_the_settings_of_their_recipe(tmp_path, file):
     assert kept == {row for block in recipe.published for row in block.numbers() if row.method in small.methods}
 
 
-@pytest.mark.parametrize("name", ["adaptive/table2", "speed/table1_ffhq"])
+@pytest.mark.parametrize("name", mark_long(["adaptive/table2", "speed/table1_ffhq"], ["speed/table1_ffhq"]))
 def test_small_forms_have_under_a_million_parameters(tmp_path, name):
     small = validate(shrink_experiment(load(ROOT / f"recipes/{name}.yaml"), tmp_path, "encoder", 20))
     assert small.milestones == (0, 10, 20)

@@ -30,6 +30,7 @@ from kairos.report.plot_style import space_out_heights
 from kairos.report.sample_figures import draw_conditional_samples
 from kairos.sampling.samples_file import write_samples
 from kairos_timesteps.errors import KairosError
+from marks import mark_long
 from report_page import page_of
 
 METRIC = results_tree.METRIC
@@ -140,6 +141,7 @@ def test_below_five_seeds_nothing_is_ranked_and_the_report_gives_the_reason(tmp_
     assert not re.search("<th>rank|Holm|≈ best|Below uniform|Above uniform|told apart|fewer steps for", html)
 
 
+@pytest.mark.long
 def test_seeds_that_the_report_advises_include_those_of_the_experiment(tmp_path):
     tree = results_tree.write(tmp_path, seeds=(1, 7), methods=("uniform", "min_snr"))
     assert "set seeds: [0, 1, 2, 3, 7] in the experiment file" in page_of(*tree)
@@ -348,7 +350,7 @@ def test_the_page_shows_recorded_values_that_differ_from_the_settings(small):
     assert facts["Sampling"].startswith("heun") and "guidance 1.50" in facts["Sampling"]
 
 
-@pytest.mark.parametrize("conditions", [["text"], ["text", "low_resolution"]])
+@pytest.mark.parametrize("conditions", mark_long([["text"], ["text", "low_resolution"]], [["text"]]))
 def test_conditions_are_shown_with_the_generated_images(small, conditions):
     values = yaml.safe_load(small[0].read_text())
     values["model"] = {"name": "dit", "conditions": conditions}

@@ -1,5 +1,6 @@
 """Tests of sampling: solvers against exact solutions, closed formulas and diffusers; noise, guidance, image grids."""
 
+import itertools
 import math
 
 import numpy as np
@@ -15,6 +16,7 @@ from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
 from kairos_timesteps import components
 from kairos_timesteps.errors import KairosError
+from marks import mark_long
 from training_case import build_model, make_process
 
 PROCESSES = {
@@ -119,8 +121,9 @@ def test_every_solver_samples_from_every_process(name, options, process_name):
     assert abs(float(x0.std()) - STD) < 0.02
 
 
-@pytest.mark.parametrize("solver", ["euler", "heun"])
-@pytest.mark.parametrize("process_name", ["edm", "vp"])
+@pytest.mark.parametrize(
+    ("process_name", "solver"), mark_long(itertools.product(["edm", "vp"], ["euler", "heun"]), [("edm", "heun")])
+)
 def test_churn_keeps_the_distribution_and_changes_the_images(process_name, solver):
     process, images = process_of(process_name), []
     for churn in (0.0, 40.0):
@@ -374,7 +377,10 @@ def sample_all(model, batch_size, num, scheduler="ddpm", process_name="discrete"
 
 @pytest.mark.parametrize(
     "scheduler,process_name,options",
-    [("ddpm", "discrete", {}), ("heun", "edm", {"s_churn": 2.0}), ("ddim", "vp", {"eta": 0.5}), ("euler", "flow", {})],
+    [
+        ("ddpm", "discrete", {}),
+        *mark_long([("heun", "edm", {"s_churn": 2.0}), ("ddim", "vp", {"eta": 0.5}), ("euler", "flow", {})]),
+    ],
 )
 def test_images_do_not_depend_on_the_batch_size(scheduler, process_name, options):
     torch.set_num_threads(1)

@@ -209,6 +209,7 @@ print(sorted(sys.modules))
 """
 
 
+@pytest.mark.long
 def test_a_thousand_training_runs_are_read_with_few_operations() -> None:
     write_experiment([f"method_{number}" for number in range(200)], seeds="[0, 1, 2, 3, 4]")
     for number in range(200):

@@ -24,6 +24,7 @@ from kairos.cli.common import open_listening_socket
 from kairos.status import render
 from kairos.status.server import Server
 from kairos.training.job import ProgressFile
+from marks import mark_long
 from ports import free_port
 from training_case import experiment as case
 from training_case import make_latents, train_command, write_experiment
@@ -219,6 +220,7 @@ def test_the_page_follows_a_running_experiment(folder: Path) -> None:
         assert "2 training runs: 1 failed, 1 waiting" in fetch_page(port)
 
 
+@pytest.mark.long
 def test_the_loss_curve_of_a_long_run_is_read_at_intervals(tmp_path: Path) -> None:
     """The curve approximates that of all lines; an incomplete last line does not change it."""
     file, points = tmp_path / "metrics.jsonl", []
@@ -276,7 +278,10 @@ def test_bad_arguments_are_rejected_in_one_line(results: Path, capsys: pytest.Ca
     assert "--watch: got 0" in error_of("tiny.yaml", "--watch", "0")
 
 
-@pytest.mark.parametrize(("number", "host"), [(signal.SIGTERM, "127.0.0.1"), (signal.SIGINT, "0.0.0.0")])
+@pytest.mark.parametrize(
+    ("number", "host"),
+    mark_long([(signal.SIGTERM, "127.0.0.1"), (signal.SIGINT, "0.0.0.0")], [(signal.SIGTERM, "127.0.0.1")]),
+)
 def test_a_signal_ends_the_server(results: Path, number: signal.Signals, host: str) -> None:
     port = free_port()
     command = [sys.executable, "-m", "kairos", "status", "tiny.yaml", "--serve", "--port", str(port), "--host", host]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kairos.strategy_file import parse_strategy_csv
+from marks import mark_long
 from training_case import experiment, make_latents, train
 
 
@@ -85,7 +86,8 @@ def test_arguments_that_contradict_a_checkpoint_are_rejected(kairos_strategies, 
 
 
 @pytest.mark.parametrize(
-    ("process", "words"), [("edm", "sigma_max=80"), ("flow", "shift=1"), ("vp", "prediction epsilon")]
+    ("process", "words"),
+    mark_long([("edm", "sigma_max=80"), ("flow", "shift=1"), ("vp", "prediction epsilon")], [("edm", "sigma_max=80")]),
 )
 def test_snapshots_and_checkpoints_of_any_process_are_shown(kairos_strategies, capsys, tmp_path, process, words):
     methods = {"method": {"sampler": {"name": "loss_rms", "start": 5}, "weighting": "edm2"}}

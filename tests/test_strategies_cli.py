@@ -21,6 +21,7 @@ from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, make_schedule
 from kairos_timesteps.lookup import parse_name, table
 from kairos_timesteps.registry import Entry
+from marks import mark_long
 
 # samplers with mass at all timesteps
 POSITIVE_SAMPLERS = [name for name in SAMPLERS if name not in ("listed", "cosine_interpolated")]
@@ -60,16 +61,9 @@ def test_list_contains_every_strategy_with_its_options(kairos_strategies):
     assert all(parse_name(name) == tuple(name.split("+")) for name in COMBINATIONS)
 
 
-# quick: every schedule and every prediction once, and epsilon with the linear schedule
-QUICK_SETTINGS = {("linear", "epsilon"), ("quadratic", "epsilon"), ("cosine", "v"), ("scaled_linear", "x0")}
-
-
 @pytest.mark.parametrize(
     ("schedule", "prediction"),
-    [
-        pytest.param(*setting, marks=() if setting in QUICK_SETTINGS else pytest.mark.long)
-        for setting in itertools.product(SCHEDULES, PREDICTIONS)
-    ],
+    mark_long(itertools.product(SCHEDULES, PREDICTIONS), [("linear", "epsilon"), ("cosine", "v")]),
 )
 def test_every_strategy_shows_without_a_warning(columns, schedule, prediction):
     noise = make_schedule(schedule)
@@ -113,7 +107,7 @@ def test_numbers_may_have_any_usual_notation(columns, text, k):
     assert weights[500] == pytest.approx(1 / (k + make_schedule().snr[500]))
 
 
-@pytest.mark.parametrize("process", ["edm", "flow", "vp"])
+@pytest.mark.parametrize("process", mark_long(["edm", "flow", "vp"], ["edm"]))
 def test_every_strategy_is_shown_on_a_continuous_process(columns, kairos_strategies, process):
     for name in (*POSITIVE_SAMPLERS, *WEIGHTINGS, *COMBINATIONS):
         if ("official" in name and not name.startswith("adaptive")) or name.startswith("speed_v1"):

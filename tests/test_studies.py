@@ -16,6 +16,7 @@ import tuned
 
 from kairos.config.experiment import load
 from kairos.training import job
+from marks import mark_long
 
 STUDIES = Path(__file__).parent.parent / "studies"
 run = runpy.run_path(str(STUDIES / "run.py"))
@@ -133,7 +134,7 @@ def finish(which, setting, values):
             tuned.save_rows(which, setting, [trial], pd.DataFrame([{**row, **metrics} for row in rows]))
 
 
-@pytest.mark.parametrize("setting", tuned.SETTINGS)
+@pytest.mark.parametrize("setting", mark_long(tuned.SETTINGS, ["fashion_mnist_latents"]))
 def test_trials_of_every_round_are_valid_and_the_best_ones_are_judged(tables, setting):
     with pytest.raises(SystemExit, match=rf"{setting}: tuning is not finished"):
         tuned.list_trials("options", setting)

@@ -15,13 +15,14 @@ from kairos.costs.dataset_size import find_dataset_size
 from kairos.forward_process import build_process, output_channels
 from kairos.sampling.settings import resolve_solver
 from kairos.sampling.time_grids import build_time_grid
+from marks import mark_long
 
 
 def test_every_system_has_an_experiment_file_and_every_file_a_system():
     assert {file.stem for file in FILES.glob("*.yaml")} == set(SYSTEMS)
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", mark_long(SYSTEMS, set(SYSTEMS) - {"adm_imagenet256", "adm_imagenet64"}))
 def test_a_system_has_its_published_size(name):
     """Every file has the methods uniform (for EDM the distribution of EDM), speed and adaptive."""
     experiment, system = load(FILES / f"{name}.yaml"), SYSTEMS[name]

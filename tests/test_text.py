@@ -513,6 +513,7 @@ def test_the_seed_determines_the_caption_of_each_visit(encoder, captioned, tmp_p
         open_latents(tmp_path / "latents")
 
 
+@pytest.mark.long
 def test_the_clip_score_is_the_mean_cosine_and_falls_for_wrong_captions(tmp_path):
     """A CLIP model is trained for seconds on coloured squares, so that wrong captions have a lower score."""
     model = make_clip(tmp_path)

@@ -214,6 +214,7 @@ def test_reports_and_import_agree_on_postgresql(postgres, tree, imported, tmp_pa
                 assert sorted(cursor.fetchall()) == imported
 
 
+@pytest.mark.long
 def test_without_a_server_a_training_ends_normally_and_logs_one_line(tree, tmp_path):
     uri = f"http://someone:secret@127.0.0.1:{free_port()}"
     job = Job(*tree, "uniform", 0, tmp_path / "run", uri)

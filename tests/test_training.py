@@ -22,6 +22,7 @@ from kairos.training import checkpoint
 from kairos.training.job import StoppedEarly, StopRequest
 from kairos.training.run_folder import RunFolder
 from kairos_timesteps.errors import ConfigError, KairosError
+from marks import mark_long
 from specifications import Specification, examples, specifications
 from training_case import experiment, make_latents, train, train_command, write_experiment
 
@@ -114,7 +115,7 @@ def test_a_finished_run_without_a_published_record_computes_nothing_again(finish
     assert components(out) == components(finished) and check_milestone(out / "milestones" / "0000040")
 
 
-@pytest.mark.parametrize("length", [30, 10])
+@pytest.mark.parametrize("length", mark_long([30, 10], [30]))
 def test_lowering_the_last_milestone_gives_the_shorter_run(finished, latents, tmp_path, length):
     """The run has a checkpoint at step 30 and none at step 10."""
     shorter, longer = tmp_path / "shorter", tmp_path / "longer"
@@ -214,7 +215,7 @@ def test_batches_drop_conditions_at_their_rate_and_resample_latents_on_any_numbe
     assert all(not torch.equal(visits[0], visits[1]) for visits in by_item.values())
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncated", "empty", "header"])
+@pytest.mark.parametrize("damage", mark_long(["flip", "truncated", "empty", "header"], ["flip", "empty"]))
 def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(half, finished, latents, tmp_path, damage, capsys):
     out = shutil.copytree(half, tmp_path / "run")
     last = max(out.glob(".state/*/checkpoints/*.ckpt"))

@@ -18,6 +18,7 @@ from kairos.models import save
 from kairos.models.backbone import NullText
 from kairos.models.settings import BACKBONES
 from kairos_timesteps.errors import ConfigError, KairosError
+from marks import mark_long
 from training_case import build_model, experiment, load_model, make_latents, train
 
 LATENT = (4, 32, 32)
@@ -478,7 +479,10 @@ def test_a_low_resolution_image_is_concatenated_to_the_channels(name):
     assert one.shape == (3, 8, 8, 12) and (one - other).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(("name", "precision"), [*((name, "fp32") for name in NAMES), ("dit", "bf16"), ("dit", "fp64")])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    mark_long([*((name, "fp32") for name in NAMES), ("dit", "bf16"), ("dit", "fp64")], [("dit", "fp32")]),
+)
 def test_the_cost_of_a_network_includes_its_parameters_and_blocks(name, precision):
     cost = count_network_cost(
         BACKBONES.select({"name": name, **SMALL, "conditions": ["class"]}), (4, 8, 8), CLASS, 8, precision
@@ -488,9 +492,7 @@ def test_the_cost_of_a_network_includes_its_parameters_and_blocks(name, precisio
     assert cost.forward_flops > 2 * 8 * 16 * 4 * 12 * 32**2  # matrix products of the blocks
 
 
-@pytest.mark.parametrize(
-    "name", ["uvit", *(pytest.param(name, marks=pytest.mark.long) for name in ("mdt", "dit", "vit"))]
-)
+@pytest.mark.parametrize("name", mark_long(["uvit", "mdt", "dit", "vit"], ["uvit"]))
 def test_autocast_changes_little_and_dynamo_compiles_one_graph(name):
     model, x = small_model(name), torch.randn(3, 4, 8, 12)
     conditions = CONDITIONS | ({"mask": torch.rand(3, 8, 12)} if name == "mdt" else {})
@@ -536,7 +538,8 @@ def latents(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "sampler"), [("mdt", "adaptive"), ("uvit", "adaptive"), ("vit", "adaptive"), ("mdt", "speed")]
+    ("name", "sampler"),
+    mark_long([("mdt", "adaptive"), ("uvit", "adaptive"), ("vit", "adaptive"), ("mdt", "speed")], [("mdt", "speed")]),
 )
 def test_training_updates_every_parameter(name, sampler, latents, tmp_path):
     methods = {"m": {"sampler": {"name": "adaptive", "frequency": 4, "feature_timesteps": 20}, "weighting": "min_snr"}}

@@ -10,6 +10,7 @@ import yaml
 from kairos.cli import main
 from kairos.models import save
 from kairos_timesteps.errors import ConfigError, KairosError
+from marks import mark_long
 from published_unets import Adm, ddpm_torch, ddpm_torch_weights, edm_ddpmpp
 from training_case import build_model, experiment, load_model, make_latents, train
 
@@ -286,7 +287,10 @@ def test_condition_dropout_needs_a_null_class(name):
         experiment(model=model, sampling__guidance_scale=2.0)
 
 
-@pytest.mark.parametrize(("name", "method"), [*((name, "adaptive") for name in TINY_MODELS), ("ddpmpp", "speed")])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    mark_long([*((name, "adaptive") for name in TINY_MODELS), ("ddpmpp", "speed")], [("adm", "adaptive")]),
+)
 def test_tiny_models_are_trained(name, method, tmp_path):
     methods = {
         "speed": {"sampler": {"name": "speed", "k": 5.0}, "weighting": {"name": "change_aware", "lambda": 0.6}},

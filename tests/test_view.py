@@ -75,6 +75,7 @@ def test_the_import_prepares_a_comparison_a_note_and_the_details_of_each_run(tre
     assert [item.path for item in client.list_artifacts(record["parent"], "figures")] == ["figures/density.png"]
 
 
+@pytest.mark.long
 def test_a_note_of_many_methods_stays_below_the_limit_of_older_servers(tree, monkeypatch):
     results, _ = tree
     table = view.compare.build_comparison_table(results.measurements)

@@ -96,6 +96,7 @@ def test_adaptive_counts_one_network_pass_per_loss():
     assert sum(len(call[0]) for call in bandit.calls) == 2 * (50 + 3 * 16)
 
 
+@pytest.mark.long
 def test_adaptive_moves_towards_timesteps_whose_step_lowers_the_loss():
     """Four seeds end at 0.03 to 0.14 where early steps help, and at 0.81 to 0.87 where late ones do."""
 
@@ -202,6 +203,7 @@ def test_rewards_are_centred_scaled_and_a_mean():
     torch.testing.assert_close(wide, advantage)
 
 
+@pytest.mark.long
 def test_entropy_bonus_alone_moves_towards_uniform_whatever_the_density():
     """The public code multiplies the entropy into log pi, so its sign flips where the density is under 1."""
     sampler = adaptive(entropy=1.0, lr=1e-2)

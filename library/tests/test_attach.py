@@ -23,6 +23,7 @@ from kairos_timesteps.distributed import rank, ranks
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.integrations.distributed_checkpoint import PackedState
 from kairos_timesteps.time_convention import TimeConvention
+from marks import mark_long
 from small_loop import IMAGES, TinyNetwork, equal_bits
 from specifications import Call, Specification, but_name, context_of, examples, specifications
 
@@ -1009,7 +1010,7 @@ def test_a_copied_strategy_evaluates_but_draws_no_training_timesteps(duplicate):
     assert equal_bits(again(IMAGES), plain.timesteps(IMAGES))
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", mark_long([True, False], [True]))
 def test_other_optimizers_and_skipped_steps_are_no_copies(fused, caplog):
     """No error and no warning, although other optimizers take steps between the draws of an accumulated step.
 

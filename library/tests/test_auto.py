@@ -9,6 +9,7 @@ from components_by_name import make_sampler, make_weighting
 from kairos_timesteps.components import PROCESSES
 from kairos_timesteps.diffusion.schedule import error_ratio, make_schedule
 from kairos_timesteps.weightings.fixed import level_measure
+from marks import mark_long
 from test_couplings import couple, digits
 from test_measured import Known, T
 
@@ -46,6 +47,7 @@ def test_auto_first_draws_uniform_angles(name):
     np.testing.assert_allclose(sampler.masses()[5:-5], (-np.gradient(-angles) / (np.pi / 2))[5:-5], rtol=0.02)
 
 
+@pytest.mark.long
 def test_auto_follows_gradients_and_keeps_the_objective():
     sizes = torch.linspace(0.5, 4, T)
     network = Known(sizes)
@@ -89,7 +91,7 @@ def train_weighting(name, predictable, steps=700):
     return strategy, snr
 
 
-@pytest.mark.parametrize("name", PROCESSES)
+@pytest.mark.parametrize("name", mark_long(PROCESSES, ["edm"]))
 def test_coarse_to_fine_lowers_the_weight_of_unpredictable_details(name):
     predictable = lambda snr: 0.8 / (snr**0.2 + (1 / snr) ** 0.5)  # noqa: E731
     before, _ = train_weighting(name, predictable, steps=99)

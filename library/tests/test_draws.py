@@ -12,6 +12,7 @@ from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import spline
+from marks import mark_long
 
 FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity))
 BATCH = torch.zeros(16, 1, 2, 2)
@@ -48,7 +49,9 @@ def check_one_graph(name, backend):
         assert agree(plain, by_number.draw(BATCH)), number
 
 
-@pytest.mark.parametrize("name", sorted({SAMPLERS[name].module: name for name in FIXED}.values()))
+@pytest.mark.parametrize(
+    "name", mark_long(sorted({SAMPLERS[name].module: name for name in FIXED}.values()), ["speed_v1"])
+)
 def test_a_draw_of_a_sampler_of_each_module_is_one_graph_with_the_same_numbers(name):
     check_one_graph(name, "eager")
 

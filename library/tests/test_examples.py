@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kairos_timesteps
+from marks import mark_long
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -61,7 +62,7 @@ def test_the_edm_loop_learns_digits(example, strategy, share):
     assert_decrease(example("edm").main([*SMALL, "--strategy", strategy, "--steps", "150"]), share)
 
 
-@pytest.mark.parametrize("more", [[], ["--strategy", "mode+min_snr", "--shift", "3"]])
+@pytest.mark.parametrize("more", mark_long([[], ["--strategy", "mode+min_snr", "--shift", "3"]], [[]]))
 def test_the_flow_loop_learns_digits(example, more):
     assert_decrease(example("flow_matching").main([*SMALL, "--steps", "150", *more]), 0.75)
 
@@ -101,9 +102,9 @@ def test_the_plain_loop_resumes_exactly(example, tmp_path, strategy):
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("strategy", "prediction"),
-    [("adaptive+min_snr", "v_prediction"), pytest.param("speed+change_aware", "epsilon", marks=pytest.mark.long)],
+    ("strategy", "prediction"), [("adaptive+min_snr", "v_prediction"), ("speed+change_aware", "epsilon")]
 )
 def test_diffusers_training_script_saves_a_pipeline_and_samples(example, tmp_path, strategy, prediction):
     DDPMPipeline = pytest.importorskip("diffusers").DDPMPipeline

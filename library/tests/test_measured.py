@@ -14,6 +14,7 @@ from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.meter import Meter, evaluating
 from kairos_timesteps.strategy import Strategy
+from marks import mark_long
 
 T = 40
 
@@ -140,7 +141,7 @@ def train_on_known_gradients(name, sizes, steps, noise_images=True, **options):
     return strategy
 
 
-@pytest.mark.parametrize("norm", ["plain", "preconditioned"])
+@pytest.mark.parametrize("norm", mark_long(["plain", "preconditioned"], ["preconditioned"]))
 def test_gradient_norm_follows_the_size_of_the_gradient(norm):
     sizes = torch.linspace(0.5, 4, T)
     strategy = train_on_known_gradients("gradient_norm", sizes, 60, bins=8, samples=64, norm=norm)

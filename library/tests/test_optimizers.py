@@ -37,6 +37,7 @@ def test_steps_and_states_equal_those_of_torch(name, settings):
     torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_a_step_and_a_checkpoint_do_not_import_the_compiler():
     code = """
 import sys, torch

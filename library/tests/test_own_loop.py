@@ -153,6 +153,7 @@ def test_an_even_validation_has_the_mean_of_uniform_draws():
     assert results["level_loss"].mean() == pytest.approx(results["loss"]) == pytest.approx(results["by_image"].mean())
 
 
+@pytest.mark.long
 def test_the_standard_error_of_a_validation_is_close_to_that_over_seeds():
     images, network = digits(64), Network().eval()
     for kind in ("even", "mlperf8"):

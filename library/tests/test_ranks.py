@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 import torch
 
 import rank
@@ -11,6 +12,7 @@ from kairos_timesteps.components import SAMPLERS
 NAMES = [*sorted(SAMPLERS), "adaptive+min_snr", "uniform+coarse_to_fine", "uniform+edm2"]
 
 
+@pytest.mark.long
 def test_two_processes_draw_the_timesteps_of_one_and_have_equal_states(tmp_path):
     both = rank_groups.run(rank.train_all, tmp_path, 2, NAMES)
     whole = rank.train_all(NAMES)

@@ -24,6 +24,7 @@ def run(page: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_the_strategies_of_the_tutorial_train_and_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tutorial = run("own-loop.md", monkeypatch)
