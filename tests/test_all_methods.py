@@ -21,7 +21,7 @@ OTHERS = {
     for number, sampler in enumerate(OTHER_SAMPLERS)
 }
 METHODS = {**PAPERS, **OTHERS}
-QUICK = ["uniform", "adaptive", "adaptive_official", "speed", "min_snr", "gradient_norm", "loss_second_moment"]
+QUICK = ["uniform", "adaptive", "speed", "min_snr", "gradient_norm", "loss_second_moment"]
 
 
 @pytest.fixture(scope="module")

@@ -288,6 +288,7 @@ def test_validation_losses_over_other_strata_are_not_compared(tmp_path: Path) ->
     assert "evaluation.strata" in collected.outdated[0] and "min_snr" in collected.outdated[0]
 
 
+@pytest.mark.long
 def test_status_counts_results_of_the_earlier_autoencoder_as_outdated(
     interrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

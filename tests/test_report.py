@@ -308,6 +308,7 @@ def test_labels_keep_their_order_and_a_minimum_distance():
     assert space_out_heights([0.1, 0.5, 0.9], 0.06) == pytest.approx([0.1, 0.5, 0.9])
 
 
+@pytest.mark.long
 def test_without_held_out_images_neither_page_nor_summary_has_rows_for_them(small):
     for path in small[1].glob("*/seed*/evaluation/*.json"):
         write_json(path, {name: value for name, value in read_json(path).items() if name != "validation"})

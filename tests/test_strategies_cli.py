@@ -287,6 +287,7 @@ def test_tables_and_figures_are_written_to_files(kairos_strategies, tmp_path, mo
     assert "strategy" in Path("c.csv").read_text()
 
 
+@pytest.mark.long
 def test_fixed_strategies_need_no_torch_and_start_quickly():
     code = f"""
 import sys

@@ -294,6 +294,7 @@ def test_two_processes_cannot_train_at_once_and_a_kill_releases_the_lock(latents
     assert train(plain, "uniform", 0, tmp_path / "run", latents, [0, 2])["step"] == 2
 
 
+@pytest.mark.long
 def test_a_run_resumes_under_other_versions_only_if_they_are_accepted(latents, tmp_path, monkeypatch):
     out, plain, here = tmp_path / "run", experiment({"uniform": {}}), torch.__version__
     monkeypatch.setattr(torch, "__version__", "2.0.1")

@@ -492,7 +492,8 @@ def test_the_cost_of_a_network_includes_its_parameters_and_blocks(name, precisio
     assert cost.forward_flops > 2 * 8 * 16 * 4 * 12 * 32**2  # matrix products of the blocks
 
 
-@pytest.mark.parametrize("name", mark_long(["uvit", "mdt", "dit", "vit"], ["uvit"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["uvit", "mdt", "dit", "vit"])
 def test_autocast_changes_little_and_dynamo_compiles_one_graph(name):
     model, x = small_model(name), torch.randn(3, 4, 8, 12)
     conditions = CONDITIONS | ({"mask": torch.rand(3, 8, 12)} if name == "mdt" else {})

@@ -10,7 +10,6 @@ import torch
 import kairos_timesteps
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.randomness import Stream
-from marks import mark_long
 
 
 def digits(count):
@@ -109,7 +108,8 @@ def test_accumulated_micro_batches_get_different_noise():
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("name", mark_long(["uniform", "speed"], ["speed"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["uniform", "speed"])
 def test_nearest_is_a_part_of_a_compiled_step(name):
     strategy, x0 = kairos_timesteps.Strategy(name, coupling="nearest"), digits(8)
 
