@@ -24,7 +24,7 @@ from result_file import write_rows
 
 from kairos import compute, models
 from kairos.models.settings import BACKBONES
-from kairos.progress import Progress
+from kairos.progress import ProgressBar
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.strategy import Strategy
 
@@ -115,7 +115,7 @@ def main() -> None:
         for name in names:
             seconds[name].append(0.0)
             strategy_seconds[name].append(0.0)
-        progress = Progress(PERIOD, f"round {number + 1} of {arguments.rounds}", "step")
+        progress = ProgressBar(PERIOD, f"round {number + 1} of {arguments.rounds}", "step")
         for _ in range(PERIOD):
             for name, case in cases.items():
                 begun = time.perf_counter()

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 from gpu_kit import Data, experiment, training_of
 
 from kairos import compute
-from kairos.progress import Progress
+from kairos.progress import ProgressBar
 from kairos.training.job import ProgressFile
 from kairos.training.loop import train_steps
 from kairos.training.state import TrainingState
@@ -66,7 +66,7 @@ class Kairos:
         self.training = training
         self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self.progress_file = ProgressFile(folder, 10**9)
-        self.progress = Progress(10**9, "train", "step")
+        self.progress = ProgressBar(10**9, "train", "step")
 
     def steps(self, count: int) -> None:
         """Run `count` training steps, with the files and the progress line of a training job."""

@@ -10,10 +10,12 @@ from hooks import environment, pytest_collection_finish, pytest_collection_modif
 
 __all__ = ["environment", "pytest_collection_finish", "pytest_collection_modifyitems", "pytest_unconfigure"]
 
-# modules whose calls the tests check against the shapes and types in their signatures, with beartype
+# modules whose calls all tests check against the shapes and types in their signatures, with beartype
 CHECKED_MODULES = [
     "kairos.analyses.gradients",
+    "kairos.analyses.noise_levels",
     "kairos.autoencoders.codec",
+    "kairos.conditions",
     "kairos.data.augment",
     "kairos.data.batches",
     "kairos.data.latents",
@@ -24,7 +26,24 @@ CHECKED_MODULES = [
     "kairos.sampling.solvers",
     "kairos.training.loop",
 ]
-install_import_hook(CHECKED_MODULES, "beartype.beartype")
+# modules whose calls are checked if long tests run too: a network calls its layers so often that checks take long
+CHECKED_WITH_LONG_TESTS = [
+    "kairos.autoencoders.encode",
+    "kairos.autoencoders.train",
+    "kairos.data.random_order",
+    "kairos.evaluation.dinov2",
+    "kairos.evaluation.inception",
+    "kairos.models",
+    "kairos.text_encoders",
+]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let calls be checked in modules that are imported later."""
+    modules = list(CHECKED_MODULES)
+    if "not long" not in config.option.markexpr:
+        modules += CHECKED_WITH_LONG_TESTS
+    install_import_hook(modules, "beartype.beartype")
 
 
 @pytest.fixture(scope="session")

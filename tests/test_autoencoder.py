@@ -111,14 +111,14 @@ def _train_until_killed(config, dataset_folder, out) -> None:
 
     setup(1, "cpu")
     training._CHECKPOINT_EVERY = 4
-    original_advance = training.Progress.advance
+    original_advance = training.ProgressBar.advance
 
     def advance(self, *arguments, **keywords):
         if self.done == 6:
             os.kill(os.getpid(), signal.SIGKILL)
         original_advance(self, *arguments, **keywords)
 
-    training.Progress.advance = advance
+    training.ProgressBar.advance = advance
     make_autoencoder(config, open_dataset(dataset_folder), out, CPU)
 
 

@@ -1,7 +1,8 @@
 """Components that an experiment selects by name, such as a backbone, an optimiser or a metric, with their options.
 
-A component of the pipeline is a class that derives from `Component`, in the module ``settings`` of the package that has
-its code. The class declares name, code and options, and `Components.register` adds it to the components of its kind:
+The options of a component are a class that derives from `ComponentOptions`, in the module ``settings`` of the package
+that has the component's code. The class declares name, code and options, and `Components.register` adds it to the
+components of its kind:
 
     @AVERAGES.register
     class PowerOptions(AverageOptions):
@@ -32,8 +33,8 @@ from kairos_timesteps.errors import ConfigError, ValueRejected
 from kairos_timesteps.registry import Registry
 
 
-class Component(Section):
-    """Base class of a component of the pipeline; an instance holds the options that an experiment selects.
+class ComponentOptions(Section):
+    """Base class of the options of a component; an instance holds the options that an experiment selects.
 
     Attributes:
         name: name of the component in an experiment file.
@@ -75,7 +76,7 @@ class Component(Section):
         return self.model_dump(mode="json", exclude={"name"})
 
 
-C = TypeVar("C", bound=Component)
+C = TypeVar("C", bound=ComponentOptions)
 
 
 class Components(UserDict[str, type[C]], Generic[C]):
@@ -149,7 +150,7 @@ class Selection:
     components: Components[Any] | Registry
     default: str | None = None
 
-    def class_of(self, value: Any) -> type[Component] | None:
+    def class_of(self, value: Any) -> type[ComponentOptions] | None:
         """Return the class of the pipeline's component that an unchecked value of the field selects.
 
         None for components of the library, for an unknown name, and for a value that is neither name nor dictionary. A
@@ -165,7 +166,7 @@ class Selection:
         serialization = core_schema.plain_serializer_function_ser_schema(lambda value: value.plain())
         return core_schema.no_info_plain_validator_function(self._select, serialization=serialization)
 
-    def _select(self, value: Any) -> Component | LibraryComponent:
+    def _select(self, value: Any) -> ComponentOptions | LibraryComponent:
         """Return the selected component with checked options.
 
         Args:
@@ -177,7 +178,7 @@ class Selection:
                 library rejects an option.
             ValidationError: pydantic rejects an option of a pipeline's component.
         """
-        if isinstance(value, Component | LibraryComponent):
+        if isinstance(value, ComponentOptions | LibraryComponent):
             return value
         if isinstance(value, str):
             value = {"name": value}
@@ -190,7 +191,7 @@ class Selection:
             if isinstance(self.components, Registry):
                 return LibraryComponent.select(self.components, value)
             # not `select`: its message would replace pydantic's, which contains the option's path in the experiment
-            selected: Component = self.components.find(value["name"]).model_validate(value)
+            selected: ComponentOptions = self.components.find(value["name"]).model_validate(value)
             return selected
         except ConfigError as error:
             raise ValueRejected(str(error)) from None
@@ -226,7 +227,7 @@ class Selection:
         return {"anyOf": [*name_schemas, *object_schemas]}
 
 
-def _options_schema(cls: type[Component]) -> dict[str, Any]:
+def _options_schema(cls: type[ComponentOptions]) -> dict[str, Any]:
     """Return the JSON schemas of the options of a component of the pipeline, by name and without titles."""
     properties: dict[str, Any] = cls.model_json_schema()["properties"]
     options_schema = {name: schema for name, schema in properties.items() if name != "name"}

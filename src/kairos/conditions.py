@@ -7,12 +7,13 @@ classifier-free guidance.
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from kairos.shapes import PerImage, Selection
 
 Descriptions = dict[str, dict[str, Any]]  # by name, as in the manifest of a data set: {"kind": "class", ...}
 
 
-def zero(values: Tensor, description: dict[str, Any]) -> Tensor:
+def zero(values: PerImage, description: dict[str, Any]) -> PerImage:
     """Return zeros with the shape and type of `values`: the null values of a condition that is a tensor per image.
 
     Such a condition is an embedding or an image, with description ``{"kind": "tensor", "shape": [...]}``.
@@ -20,7 +21,7 @@ def zero(values: Tensor, description: dict[str, Any]) -> Tensor:
     return torch.zeros_like(values)
 
 
-def no_class(values: Tensor, description: dict[str, Any]) -> Tensor:
+def no_class(values: PerImage, description: dict[str, Any]) -> PerImage:
     """Return the null class, which is number `num_classes`, for each image, with the shape and type of `values`.
 
     The description of the condition is ``{"kind": "class", "num_classes": 10}``.
@@ -28,7 +29,7 @@ def no_class(values: Tensor, description: dict[str, Any]) -> Tensor:
     return torch.full_like(values, description["num_classes"])
 
 
-def no_text(values: Tensor, description: dict[str, Any]) -> Tensor:
+def no_text(values: PerImage, description: dict[str, Any]) -> PerImage:
     """Return NaN as the null values of encoded texts, with the shape (batch, *shape) and type of `values`.
 
     NaN marks a dropped text; the model replaces NaN by its null value, which may be trained. The description of the
@@ -41,7 +42,7 @@ def no_text(values: Tensor, description: dict[str, Any]) -> Tensor:
 CONDITIONS = {"class": no_class, "tensor": zero, "text": no_text, "image": zero}
 
 
-def nulls(conditions: dict[str, Tensor], descriptions: Descriptions) -> dict[str, Tensor]:
+def nulls(conditions: dict[str, PerImage], descriptions: Descriptions) -> dict[str, PerImage]:
     """Return the null values of conditions, by name, with the shapes, types and devices of the conditions.
 
     Args:
@@ -55,7 +56,7 @@ def nulls(conditions: dict[str, Tensor], descriptions: Descriptions) -> dict[str
     return null_values
 
 
-def drop(conditions: dict[str, Tensor], descriptions: Descriptions, dropped: Tensor) -> dict[str, Tensor]:
+def drop(conditions: dict[str, PerImage], descriptions: Descriptions, dropped: Selection) -> dict[str, PerImage]:
     """Return new conditions by name, in which all conditions of the samples that `dropped` selects are null values.
 
     Args:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from kairos_timesteps.errors import KairosError
 
 if TYPE_CHECKING:
-    from kairos.components import Component
+    from kairos.components import ComponentOptions
     from kairos.library_components import LibraryComponent
     from kairos_timesteps.registry import Registry
 
@@ -89,7 +89,7 @@ def _without_file_name(code: str) -> str:
     return name
 
 
-def roots_of(component: "Component | LibraryComponent") -> list[str]:
+def roots_of(component: "ComponentOptions | LibraryComponent") -> list[str]:
     """Return the roots of a component's fingerprint, for `fingerprint`.
 
     A component of the pipeline has one root: the dotted name of its module. A component of the library has the root

@@ -59,7 +59,7 @@ class LibraryComponent:
         return self.registry.entry(self.name).module
 
     def load(self) -> Any:
-        """Return the class of the component, like `components.Component.load`; nothing is imported."""
+        """Return the class of the component, like `components.ComponentOptions.load`; nothing is imported."""
         return self.component_class
 
     def build(self, *arguments: Any, **keywords: Any) -> Any:

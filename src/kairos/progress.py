@@ -14,8 +14,8 @@ _INTERVAL = 10.0  # seconds between lines in a log file
 _BAR_INTERVAL = 0.5  # seconds between updates of the facts in a bar
 
 
-class Progress:
-    """Progress of a long loop, shown on stderr: as a bar if stderr is a terminal, else as lines.
+class ProgressBar:
+    """Shows the progress of a long loop on stderr: as a bar if stderr is a terminal, else as lines.
 
     Args:
         total: number of units.

@@ -4,7 +4,7 @@ Dimensions with one name have one size within a call: the sizes of ``Images`` an
 ``batch``.
 """
 
-from jaxtyping import Float, Num, UInt8
+from jaxtyping import Bool, Float, Int, Num, Shaped, UInt8
 from torch import Tensor
 
 Images = Float[Tensor, "batch channels height width"]
@@ -28,6 +28,9 @@ Output = Float[Tensor, "batch output_channels height width"]
 Pixels = UInt8[Tensor, "batch channels height width"]
 """Images of uint8."""
 
+ChannelsLastPixels = UInt8[Tensor, "batch height width channels"]
+"""Images of uint8 with the channels last, as a data set stores them."""
+
 Times = Num[Tensor, "batch"]
 """Times of the forward process: integers for discrete timesteps, else real numbers."""
 
@@ -37,8 +40,44 @@ Counts = Num[Tensor, "batch"]
 PerSample = Float[Tensor, "batch"]
 """A value for each sample, such as a loss."""
 
+PerTimestep = Float[Tensor, "timesteps"]
+"""A value for each discrete timestep."""
+
 Features = Float[Tensor, "batch features"]
 """Feature vectors of images."""
 
 Logits = Float[Tensor, "batch classes"]
 """Logits of the classes."""
+
+Classes = Int[Tensor, "batch"]
+"""The index of a class for each image."""
+
+Selection = Bool[Tensor, "batch"]
+"""True for each selected image."""
+
+PerImage = Shaped[Tensor, "batch ..."]
+"""A tensor with a row for each image, such as a condition."""
+
+Tokens = Float[Tensor, "batch tokens width"]
+"""Tokens of a transformer."""
+
+PackedTokens = Float[Tensor, "batch tokens packed_width"]
+"""Tokens, with queries, keys and values, or the pixels of a patch, one after another."""
+
+Embedding = Float[Tensor, "batch width"]
+"""Embedding of the time and the conditions of each image."""
+
+FeatureMaps = Float[Tensor, "batch channels rows columns"]
+"""Feature maps of a convolution."""
+
+Scalar = Float[Tensor, ""]
+"""One number."""
+
+Vector = Float[Tensor, "size"]
+"""Numbers without relation to the images of a batch."""
+
+FilterBank = Float[Tensor, "channels 1 filter_height filter_width"]
+"""A filter for each channel."""
+
+Bytes = UInt8[Tensor, "bytes"]
+"""Memory that contains other tensors."""

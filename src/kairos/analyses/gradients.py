@@ -15,13 +15,13 @@ from torch import Tensor
 
 from kairos.losses.settings import MseOptions
 from kairos.losses.terms import Prediction, SampleCoordinates, mse
-from kairos.shapes import Images
+from kairos.shapes import Images, Output, PerImage, PerSample, Scalar, Times, Vector
 from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.validation import evaluating
 
-Loss = Callable[[Prediction], Tensor]  # computes the loss of each sample, (batch,)
+Loss = Callable[[Prediction], PerSample]  # computes the loss of each sample, (batch,)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def compute_gradient_moments(
     x0: Images,
     levels: Sequence[tuple[float, float]],
     loss: Loss = lambda prediction: mse(MseOptions(), prediction),
-    conditions: Mapping[str, Tensor] | None = None,
+    conditions: Mapping[str, PerImage] | None = None,
     metric: Sequence[Tensor] | None = None,
     seed: int = 0,
 ) -> GradientMoments:
@@ -137,13 +137,13 @@ def compute_gradient_moments(
     return GradientMoments(losses, variance, products - np.diag(variance / count))
 
 
-def _flatten_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def _flatten_gradients(loss: Scalar, parameters: Sequence[Tensor]) -> Vector:
     """Return the gradient of a loss as one vector, (parameters,); 0 for parameters that it does not depend on."""
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     return torch.cat([gradient.flatten() for gradient in gradients])
 
 
-def _flatten_metric(metric: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+def _flatten_metric(metric: Sequence[Tensor], parameters: Sequence[Tensor]) -> Vector:
     """Return the square root of a diagonal metric as one vector, (values of all parameters,).
 
     Each tensor is expanded to its parameter's shape.
@@ -162,8 +162,8 @@ def _predict(
     process: Process,
     x0: Images,
     noise: Images,
-    t: Tensor,
-    conditions: Mapping[str, Tensor] | None,
+    t: Times,
+    conditions: Mapping[str, PerImage] | None,
     samples: SampleCoordinates,
 ) -> Prediction:
     """Add noise to images up to times t, and return the network's prediction with everything that loss functions read.
@@ -172,9 +172,9 @@ def _predict(
     """
     x_t = process.noised(x0, noise, t)
 
-    def predict(x_t: Tensor, more_conditions: dict[str, Tensor]) -> Tensor:
+    def predict(x_t: Images, more_conditions: dict[str, PerImage]) -> Output:
         """Return the network's output at the times t for another x_t; `more_conditions` replace equal names."""
-        output: Tensor = process.predict(model, x_t, t, {**(conditions or {}), **more_conditions})
+        output: Output = process.predict(model, x_t, t, {**(conditions or {}), **more_conditions})
         return output
 
     output = process.predict(model, x_t, t, conditions)

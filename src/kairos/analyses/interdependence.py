@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kairos.analyses.noise_levels import TableRow, load_optimizer_state
 from kairos.analyses.settings import InterdependenceOptions
@@ -16,6 +15,7 @@ from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import build_fixed_loss
 from kairos.milestones import Snapshot, open_milestone
 from kairos.models.backbone import Backbone
+from kairos.shapes import PerSample
 from kairos.training.loop import train_steps
 from kairos.training.settings import read_run_settings
 from kairos.training.state import TrainingState
@@ -67,7 +67,7 @@ def measure_interdependence(
     for start, end in parts:
         image_fractions.append(spread_over((start / cell_count, end / cell_count), len(fixed_loss.images)))
 
-    def compute_losses(network: Backbone) -> list[Tensor]:
+    def compute_losses(network: Backbone) -> list[PerSample]:
         """Compute the loss of each image on every part, (images,) each."""
         # the index of a part of the process selects its noise, which is equal before and after the training
         return [fixed_loss.errors(network, part, u, of="prediction") for part, u in enumerate(image_fractions)]
@@ -116,7 +116,7 @@ def _prepare_training(
 
 
 def _compare_losses(
-    losses_before: list[Tensor], losses_after: list[Tensor], parts: list[tuple[int, int]], cell_count: int
+    losses_before: list[PerSample], losses_after: list[PerSample], parts: list[tuple[int, int]], cell_count: int
 ) -> Iterator[TableRow]:
     """Yield a row per measured part with its mean losses over images before and after the training.
 

@@ -20,6 +20,7 @@ from kairos.increments import increments
 from kairos.losses.settings import VlbOptions
 from kairos.losses.terms import Prediction, vlb
 from kairos.milestones import Snapshot, open_milestone
+from kairos.shapes import Images, PerImage, PerSample
 from kairos.strategy_file import parse_strategy_csv
 from kairos.training import checkpoint
 from kairos_timesteps.diffusion.processes import Process
@@ -186,7 +187,7 @@ def _measure_levels(
 
 def _load_training_images(
     options: SnapshotOptions, snapshot: Snapshot, latents: Latents, count: int
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Images, dict[str, PerImage]]:
     """Return random training images in model space, drawn with replacement, and the conditions of the network.
 
     Both are (count, ...) and on the network's device. Conditions that the network lacks are left out.
@@ -234,7 +235,7 @@ def _moments_of_level(moments: GradientMoments, level: int) -> TableRow:
     return row | {f"cosine_{other}": cosine for other, cosine in enumerate(moments.cosines[level])}
 
 
-def _vlb_loss(prediction: Prediction) -> Tensor:
+def _vlb_loss(prediction: Prediction) -> PerSample:
     """Compute each sample's term of the variational bound, (batch,)."""
     return vlb(VlbOptions(), prediction)
 
@@ -247,7 +248,7 @@ def _build_training_loss(snapshot: Snapshot, weights: Array) -> Loss:
     """
     terms = [(options, options.load()) for options in snapshot.diffusion.losses]
 
-    def loss(prediction: Prediction) -> Tensor:
+    def loss(prediction: Prediction) -> PerSample:
         """Return the sum of the loss terms, each with its scale and, if it is weighted, the weight at time t."""
         # index of the weight at time t: `fractions` maps times to [0, 1], and 1 belongs to the last interval
         cells = (snapshot.process.fractions(prediction.t) * len(weights)).long().clamp(0, len(weights) - 1)

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from kairos.components import Component, Components
+from kairos.components import ComponentOptions, Components
 from kairos.section import field
 from kairos_timesteps.errors import demand
 
@@ -21,7 +21,7 @@ Reads = Literal["milestone", "strategies", "evaluations", "nothing"]
 ADAPTIVE = ("adaptive", "adaptive_official")  # samplers that have a subset S
 
 
-class AnalysisOptions(Component):
+class AnalysisOptions(ComponentOptions):
     """Base class of the options of an analysis.
 
     Attributes:

@@ -19,6 +19,7 @@ from kairos.data.dataset import PreparedDataset, reduce_resolution
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
 from kairos.files import check_files, open_record, sha256_json, sync_to_disk, write_json
 from kairos.fingerprint import fingerprint
+from kairos.shapes import Images, PerImage
 from kairos.shards import AGAIN, Shard, in_order
 from kairos_timesteps.errors import ConfigError, KairosError
 
@@ -297,7 +298,7 @@ def _convert(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return values.astype(dtype, copy=False)
 
 
-def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str, torch.Tensor]:
+def _moments(codec: Codec, images: Images, factor: int | None) -> dict[str, PerImage]:
     """Return the arrays to store for images (n, C, H, W) by name, each (n, c, h, w), on the codec's device.
 
     They are ``mean``, and ``logvar`` if the autoencoder is stochastic. With a downsampling factor, ``low_mean`` is the

@@ -16,8 +16,9 @@ from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.files import atomic, sha256_json
 from kairos.fingerprint import fingerprint
-from kairos.progress import Progress, log
+from kairos.progress import ProgressBar, log
 from kairos.quick_imports import without_pipeline_packages
+from kairos.shapes import Images
 from kairos_timesteps.optimizers import Adam
 from kairos_timesteps.randomness import Stream, derived_seed
 
@@ -106,7 +107,7 @@ def train(
     _, height, width = dataset.shape
     latent_shape = (config.latent_channels, height // factor, width // factor)
     sample_indices = range(config.batch_size)
-    progress = Progress(config.steps, "autoencoder", "step", start=first_step)
+    progress = ProgressBar(config.steps, "autoencoder", "step", start=first_step)
     for step in range(first_step, config.steps):
         # images, noise and learning rate of the step
         images = _load_batch(config, dataset, step, flips).to(device)
@@ -132,7 +133,7 @@ def train(
     return model.eval()
 
 
-def _load_batch(config: AutoencoderConfig, dataset: PreparedDataset, step: int, flips: bool) -> torch.Tensor:
+def _load_batch(config: AutoencoderConfig, dataset: PreparedDataset, step: int, flips: bool) -> Images:
     """Load the random training images of a step on the CPU, (batch, C, H, W) in [-1, 1].
 
     The images are drawn with replacement, as a function of seed and step. With `flips`, each is flipped horizontally

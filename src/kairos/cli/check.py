@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kairos.cli.common import add_plugins
-from kairos.components import Component
+from kairos.components import ComponentOptions
 from kairos.library_components import LibraryComponent
 from kairos.progress import table
 from kairos_timesteps.options import but_name, default_values
@@ -202,7 +202,7 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError("\n".join([f"{len(problems)} files cannot be used", *problems]))
 
 
-def _describe_component(component: Component | LibraryComponent, all_options: bool) -> str:
+def _describe_component(component: ComponentOptions | LibraryComponent, all_options: bool) -> str:
     """Return a component as text, such as ``speed (k 5, tau 700)``.
 
     Args:

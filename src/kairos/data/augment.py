@@ -8,10 +8,9 @@ import functools
 import math
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from kairos.shapes import AugmentationLabels, Images, Matrices, PerSample, Vectors
+from kairos.shapes import AugmentationLabels, FilterBank, Images, Matrices, PerSample, Vector, Vectors
 from kairos_timesteps.randomness import Stream
 
 # low-pass filter of Daubechies' least asymmetric wavelet with six vanishing moments; downsampling with it inverts
@@ -137,7 +136,7 @@ def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
     return fine
 
 
-def _fine_positions(side: int, taps: int, device: torch.device) -> Tensor:
+def _fine_positions(side: int, taps: int, device: torch.device) -> Vector:
     """Return positions along one side at twice the resolution, in pixels from the centre, float64 (2 side + taps - 2,).
 
     An image at these positions has `side` pixels after downsampling by a filter with `taps` taps.
@@ -149,12 +148,14 @@ def _fine_positions(side: int, taps: int, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _filter(device: torch.device, dtype: torch.dtype) -> Tensor:
+def _filter(device: torch.device, dtype: torch.dtype) -> Vector:
     """Return the filter `_SYM6` as a tensor (taps,) on a device; a cache avoids copying it in every step."""
     return torch.tensor(_SYM6, device=device, dtype=dtype)
 
 
-def _separable_filters(kernel: Tensor, padding: int) -> tuple[tuple[Tensor, tuple[int, int], tuple[int, int]], ...]:
+def _separable_filters(
+    kernel: FilterBank, padding: int
+) -> tuple[tuple[FilterBank, tuple[int, int], tuple[int, int]], ...]:
     """Return weights, stride and padding of two convolutions with stride 2: along the width, then along the height.
 
     Args:

@@ -28,7 +28,7 @@ from kairos import conditions as conditioning
 from kairos.data.augment import augment_images
 from kairos.data.latents import Latents
 from kairos.data.random_order import random_order
-from kairos.shapes import Images
+from kairos.shapes import Bytes, Images, PerImage
 from kairos_timesteps.randomness import Stream
 
 _PREFETCHED_STEPS = 2
@@ -51,8 +51,8 @@ class Batch:
     step: int
     sample_indices: range
     x0: Images
-    conditions: dict[str, Tensor]
-    visit: dict[str, Tensor]
+    conditions: dict[str, PerImage]
+    visit: dict[str, PerImage]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Batches:
         """Read the data of a step, see `_read`, into one buffer on the CPU, which is pinned if the device is CUDA."""
         return PackedTensors.pack(self._read(step), pin=self.device.type == "cuda")
 
-    def _read(self, step: int) -> list[dict[str, Tensor]]:
+    def _read(self, step: int) -> list[dict[str, PerImage]]:
         """Read the data of a step on the CPU, and return three dictionaries: rows, conditions and visits.
 
         Rows are the result of `Latents.read_rows`, where each image is flipped with probability 1/2 if the latents can
@@ -152,7 +152,7 @@ class Batches:
         return {"item": items, "epoch": epochs, "items": np.full_like(items, train_count)}
 
     def _to_device(
-        self, step: int, rows: dict[str, Tensor], conditions: dict[str, Tensor], visit: dict[str, Tensor]
+        self, step: int, rows: dict[str, PerImage], conditions: dict[str, PerImage], visit: dict[str, PerImage]
     ) -> Batch:
         """Return the batch of a step: x0 and conditions, computed from the data of `_read`, which are on the device.
 
@@ -183,7 +183,7 @@ class PackedTensors:
         layout: offset in the buffer, type and shape of each tensor by name, in one dictionary for each group.
     """
 
-    buffer: Tensor
+    buffer: Bytes
     layout: list[dict[str, tuple[int, torch.dtype, torch.Size]]]
 
     @staticmethod

@@ -11,10 +11,9 @@ from kairos.data.captions import Captions, open_captions
 from kairos.files import open_record
 
 if TYPE_CHECKING:
-    import torch
-
     # imports pydantic and PIL, which training on latents does not need
     from kairos.data.linked_images import LinkedImages
+    from kairos.shapes import ChannelsLastPixels, Images
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,14 @@ class PreparedDataset:
         _, height, width, channels = self.images.shape
         return channels, height, width
 
-    def load_tensor(self, indices: Any) -> "torch.Tensor":
+    def load_tensor(self, indices: Any) -> "Images":
         """Read the images with these indices (n,), as float32 (n, channels, height, width) in [-1, 1] on the CPU."""
         import torch
 
         return to_float(torch.from_numpy(self.images[np.asarray(indices)]))
 
 
-def to_float(images: "torch.Tensor") -> "torch.Tensor":
+def to_float(images: "ChannelsLastPixels") -> "Images":
     """Convert uint8 images (n, height, width, channels) to float32 (n, channels, height, width) in [-1, 1].
 
     The result is contiguous and on the device of the images.
@@ -71,7 +70,7 @@ def to_float(images: "torch.Tensor") -> "torch.Tensor":
     return channels_first.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1  # one kernel for both
 
 
-def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
+def reduce_resolution(images: "Images", factor: int) -> "Images":
     """Downsample images (n, channels, height, width) by averaging, then upsample them bilinearly to their old size.
 
     ADM's SuperResModel computes its low-resolution condition in this way.
@@ -86,7 +85,7 @@ def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
     return interpolate(avg_pool2d(images, factor), size=images.shape[2:], mode="bilinear")
 
 
-def to_uint8(images: "torch.Tensor") -> np.ndarray:
+def to_uint8(images: "Images") -> np.ndarray:
     """Convert images (n, channels, height, width) in [-1, 1] to uint8 (n, height, width, channels) on the CPU.
 
     Values are rounded to the nearest level; values outside of [-1, 1] become 0 or 255.

@@ -31,7 +31,7 @@ from kairos.data.linked_images import TEMPORARY_COPY, checksum, create_temporary
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
 from kairos.files import sha256_file, sha256_json, sync_to_disk, write_json
-from kairos.progress import Progress, log
+from kairos.progress import ProgressBar, log
 from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.randomness import derived_seed
@@ -328,7 +328,7 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
     sums: Any = None
     image_writer: _ImageWriter | None = None  # only with `store: copy`
     temporary_copy: ArrayFile | None = None  # only with `store: refer`, if there is space
-    progress = Progress(len(selected), f"prepare {config.source}", "image")
+    progress = ProgressBar(len(selected), f"prepare {config.source}", "image")
     decode = functools.partial(_decode_image, config, source)
     for image in map_in_order(decode, selected, count_job_threads()):
         progress.advance()

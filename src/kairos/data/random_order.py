@@ -1,14 +1,17 @@
 """Random permutations as functions of a random stream and an epoch."""
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from kairos_timesteps.randomness import Stream
 
+Permutation = Int64[Tensor, "count"]
+
 _CHUNK = 2**16  # keys drawn at a time
 
 
-def random_order(stream: Stream, count: int, epoch: int = 0) -> Tensor:
+def random_order(stream: Stream, count: int, epoch: int = 0) -> Permutation:
     """Return a random permutation of 0 ... count - 1, int64 (count,) on the CPU.
 
     The numbers are sorted by random 64-bit keys. The key of each number is drawn from the stream with the epoch as

@@ -14,7 +14,7 @@ import numpy as np
 
 from kairos.data.arrays import ArrayFile, create_array
 from kairos.files import DamagedError, read_json, sha256_file, sha256_json, sync_to_disk, write_json
-from kairos.progress import Progress, log
+from kairos.progress import ProgressBar, log
 
 PARTIAL = ".partial"  # name of the private folder
 _SAVE_SECONDS = 2.0  # least time between two records of the progress
@@ -95,7 +95,7 @@ def fill_arrays(
             create_array(paths[name], shapes[paths[name]], dtype)
     files = {name: ArrayFile(path, writable=True) for name, path in paths.items()}
     # compute the other rows; `start` and `end` are rows of the files
-    progress = Progress(count, label, unit, start=done)
+    progress = ProgressBar(count, label, unit, start=done)
     last_save = time.monotonic()
     for start in range(done, count, batch_size):
         end = min(start + batch_size, count)

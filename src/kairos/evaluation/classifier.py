@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.settings import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import atomic, sha256_file
-from kairos.progress import Progress, log
-from kairos.shapes import Features, Logits, Pixels
+from kairos.progress import ProgressBar, log
+from kairos.shapes import Classes, Features, Logits, Pixels
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.optimizers import AdamW
 from kairos_timesteps.randomness import Stream, derived_seed
 
 WEIGHTS = "model.safetensors"
 BATCH = 256  # images classified at a time
-Task = Callable[[np.ndarray, int], tuple[Tensor, Tensor]]  # images and classes by dataset indices and step
+Task = Callable[[np.ndarray, int], tuple[Pixels, Classes]]  # images and classes by dataset indices and step
 SMALLEST_SIDE = 4  # convolutions halve the image until it is no larger
 
 
@@ -78,7 +78,7 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
         )
     labels, classes = torch.from_numpy(dataset.labels), len(dataset.manifest["classes"])
 
-    def task(indices: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+    def task(indices: np.ndarray, step: int) -> tuple[Pixels, Classes]:
         return load_pixels(dataset, indices), labels[indices]
 
     return train_on_task("classifier", options, dataset, classes=classes, task=task, folder=folder)
@@ -94,14 +94,14 @@ def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset,
         The classifier's manifest fields, see `train_on_task`.
     """
 
-    def task(indices: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+    def task(indices: np.ndarray, step: int) -> tuple[Pixels, Classes]:
         quarters = Stream(options.seed, "selfsupervised turns").integers(step, 4, range(len(indices)))
         return rotate_images(load_pixels(dataset, indices), quarters), quarters
 
     return train_on_task("selfsupervised", options, dataset, classes=4, task=task, folder=folder)
 
 
-def rotate_images(images: Tensor, quarters: Tensor) -> Tensor:
+def rotate_images(images: Pixels, quarters: Classes) -> Pixels:
     """Return square images (n, channels, h, w), each turned counterclockwise by its number of quarter turns (n,)."""
     rotated = [image.rot90(int(count), dims=(1, 2)) for image, count in zip(images, quarters)]
     return torch.stack(rotated)
@@ -161,7 +161,7 @@ def _optimise(kind: str, model: Classifier, options: ClassifierOptions, dataset:
     optimizer = AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps)
     order = Stream(options.seed, f"{kind} order")
-    progress = Progress(options.steps, f"train {kind}{options.features}", "step")
+    progress = ProgressBar(options.steps, f"train {kind}{options.features}", "step")
     for step in range(options.steps):
         positions = order.integers(step, len(dataset.train), range(options.batch_size)).numpy()
         images, labels = task(dataset.train[positions], step)
@@ -223,12 +223,12 @@ class ClassifierExtractor(nn.Module):
         self.model = Classifier(tuple(manifest["shape"]), manifest["classes"], channels, features)
         self.model.load_state_dict(load_file(folder / WEIGHTS))
 
-    def forward(self, images: Tensor) -> tuple[Tensor]:
+    def forward(self, images: Pixels) -> tuple[Features]:
         """Return the features (batch, features) of uint8 images (batch, channels, height, width)."""
         features, _ = self.model(images)
         return (features,)
 
 
-def load_pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:
+def load_pixels(dataset: PreparedDataset, indices: np.ndarray) -> Pixels:
     """Return the images with these dataset indices, uint8 (n, channels, height, width)."""
     return torch.from_numpy(dataset.images[indices]).permute(0, 3, 1, 2)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kairos.evaluation.measurements import ImageStatistics
 from kairos.evaluation.settings import ClipOptions
 from kairos.files import read_json
+from kairos.shapes import PerSample
 from kairos.text_encoders.encoder import load_pretrained, network_folder
 from kairos.text_encoders.settings import FILES, PREPROCESSOR
 from kairos_timesteps.errors import ConfigError
@@ -36,7 +36,7 @@ def clip(options: ClipOptions, statistics: ImageStatistics, comparison: Any) -> 
 
 
 @torch.no_grad()
-def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> Tensor:
+def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> PerSample:
     """Return the cosine between the embeddings of each image and its text, float32 (n,), on the CPU.
 
     Texts that are too long are truncated. Grey images are converted to RGB.

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.inception_weights import missing_network_message
 from kairos.evaluation.settings import DinoOptions
 from kairos.files import hash_folder, sha256_json
+from kairos.shapes import Features, Pixels
 from kairos_timesteps.errors import KairosError
 
 SIDE = 224
@@ -65,7 +66,7 @@ class Dino(nn.Module):
         super().__init__()
         self.model = model.eval()
 
-    def forward(self, images: Tensor) -> tuple[Tensor]:
+    def forward(self, images: Pixels) -> tuple[Features]:
         """Return the features, (batch, width), of uint8 images (batch, 1 or 3, height, width).
 
         Images are resized on the CPU by PIL. The network computes on the device of the images.

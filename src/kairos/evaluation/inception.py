@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, BasicConv2d, FeatureExtractorInceptionV3
@@ -13,7 +14,10 @@ from kairos.evaluation import inception_weights
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.settings import InceptionOptions
 from kairos.files import link_file, sha256_file
+from kairos.shapes import FeatureMaps, Pixels
 from kairos_timesteps.errors import KairosError
+
+LayerFeatures = Float[Tensor, "batch _"]  # features of one layer; the numbers of features differ between layers
 
 WEIGHTS = inception_weights.NAME
 
@@ -58,7 +62,7 @@ class Inception(FeatureExtractorInceptionV3):
         # torchvision's name of TensorFlow's mixed_6
         self.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
 
-    def _keep_spatial(self, module: Any, inputs: Any, output: Tensor) -> None:
+    def _keep_spatial(self, module: Any, inputs: Any, output: FeatureMaps) -> None:
         """Store the layer ``spatial`` of a batch, (batch, 17 * 17 * 7), for `forward`, as a forward hook of torch."""
         self.spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1)
 
@@ -68,7 +72,7 @@ class Inception(FeatureExtractorInceptionV3):
         is_on_cpu = self.fc.weight.device.type == "cpu"
         return super().to(memory_format=torch.channels_last if is_on_cpu else torch.contiguous_format)
 
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, images: Pixels) -> tuple[LayerFeatures, ...]:
         """Return the requested layers of uint8 images (batch, 1 or 3, height, width), ``spatial`` last."""
         # `expand` makes RGB of grey images; the inner call runs the hook, which sets `self.spatial`
         return (*super().forward(images.expand(-1, 3, -1, -1)), self.spatial)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kairos.files import atomic, sha256_file
 from kairos.pretrained import is_available, is_hub_id
-from kairos.progress import Progress
+from kairos.progress import ProgressBar
 from kairos_timesteps.errors import KairosError
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
@@ -125,7 +125,7 @@ def download(url: str, path: Path) -> None:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response, atomic(path) as file:
             size = int(response.headers.get("Content-Length") or 0)  # bytes; 0: unknown
-            progress = Progress(_mebibytes(size), f"fetch {name}", "MiB")
+            progress = ProgressBar(_mebibytes(size), f"fetch {name}", "MiB")
             while chunk := response.read(_CHUNK):
                 file.write(chunk)
                 progress.advance(_mebibytes(file.tell()) - progress.done)  # since the last call

@@ -41,7 +41,7 @@ from kairos.evaluation.settings import (
 )
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
 from kairos.fingerprint import fingerprint
-from kairos.progress import Progress, log
+from kairos.progress import ProgressBar, log
 from kairos.sampling.samples_file import open_samples
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import Stream, derived_seed
@@ -324,7 +324,7 @@ def _compute_rows(
     captions = None
     if heldout_sources and dataset.captions is not None and "captions" in comparison.needs:
         captions = dataset.captions.texts(dataset.captions.caption_indices(heldout))
-    progress = Progress(len(heldout_sources) + len(generated), "reference", "row")
+    progress = ProgressBar(len(heldout_sources) + len(generated), "reference", "row")
     rows = {}
     with torch.inference_mode():
         for name, heldout_images in heldout_sources.items():

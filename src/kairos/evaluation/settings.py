@@ -17,12 +17,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
-from kairos.components import Component, Components, component
+from kairos.components import ComponentOptions, Components, component
 from kairos.section import Section, field
 from kairos_timesteps.errors import ConfigError, ValueRejected, demand
 
 
-class ExtractorOptions(Component):
+class ExtractorOptions(ComponentOptions):
     """Base class of the options of a feature extractor.
 
     Attributes:
@@ -159,7 +159,7 @@ MEASUREMENTS = {
 GAUSSIAN_MEASUREMENTS = {name: measurement for name, measurement in MEASUREMENTS.items() if measurement.layer}
 
 
-class MetricOptions(Component):
+class MetricOptions(ComponentOptions):
     """Base class of the options of a metric.
 
     Attributes:

@@ -2,13 +2,13 @@
 
 from typing import ClassVar
 
-from kairos.components import Component, Components
+from kairos.components import ComponentOptions, Components
 from kairos.library_components import LibraryComponent
 from kairos.section import field
 from kairos_timesteps.errors import demand, rejection
 
 
-class LossOptions(Component):
+class LossOptions(ComponentOptions):
     """Base class of the options of a loss term.
 
     Attributes:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from kairos.losses.settings import LossOptions, VbOptions
-from kairos.shapes import Images, Output, PerSample, Times
+from kairos.shapes import Images, Output, PerImage, PerSample, PerTimestep, Times
 from kairos_timesteps.diffusion.processes import per_sample, shaped
 from kairos_timesteps.randomness import Stream
 
@@ -54,7 +53,7 @@ class Prediction:
     t: Times
     x_t: Images
     output: Output
-    predict: Callable[[Images, dict[str, Tensor]], Output] | None = field(default=None, repr=False)
+    predict: Callable[[Images, dict[str, PerImage]], Output] | None = field(default=None, repr=False)
     coordinates: SampleCoordinates = SampleCoordinates(seed=0, step=0, sample_indices=range(0))
 
     @property
@@ -158,13 +157,13 @@ def _rounded_nll(x: Images, error: Images, log_variance: Images) -> Images:
     return -(above - below).clamp_min(1e-12).log()
 
 
-def _normal_cdf(x: Tensor) -> Tensor:
+def _normal_cdf(x: Images) -> Images:
     """Return the standard normal distribution function at x, by the tanh approximation of the published code."""
     return (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh()) / 2
 
 
 @functools.lru_cache(maxsize=4)  # spares each step copies to the device, as for `_vlb_weights`
-def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _posterior(process: Any, device: torch.device) -> tuple[PerTimestep, PerTimestep, PerTimestep]:
     """Return ln beta, ln of the posterior's variance, and the factor of x0 in its mean, float64 (T,) on the device.
 
     The posterior is q(x_{t-1} | x_t, x0) of a discrete process. Its variance at t = 0, which is 0, is replaced by the
@@ -181,7 +180,7 @@ def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tens
 
 
 @functools.lru_cache(maxsize=4)  # spares each step a copy to the device, which would synchronise
-def _vlb_weights(process: Any, device: torch.device) -> Tensor:
+def _vlb_weights(process: Any, device: torch.device) -> PerTimestep:
     """Return the VLB weight of the network's prediction by cell, float32 (cells,) on the device.
 
     Cells have equal fractions of the process; a discrete process has a cell per timestep.

@@ -6,11 +6,15 @@ Written from the papers' descriptions; weights have the published names. The row
 import math
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, apply_padded
 from kairos.models.layers import embed_time
 from kairos.models.settings import DdpmppOptions
+from kairos.shapes import Embedding, FeatureMaps, Images, Output, PerImage, Times
+
+ScaledFeatureMaps = Float[Tensor, "batch output_channels scaled_rows scaled_columns"]
 
 _SUM_SCALE = math.sqrt(0.5)  # keeps the variance of a sum of two branches
 
@@ -45,7 +49,7 @@ class ResidualBlock(nn.Module):
         if attention:
             self.qkv, self.proj = nn.Conv2d(outputs, 3 * outputs, 1), nn.Conv2d(outputs, outputs, 1)
 
-    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+    def forward(self, x: FeatureMaps, embedding: Embedding) -> ScaledFeatureMaps:
         """Return features (batch, outputs, h * scale, w * scale) of x (batch, inputs, h, w).
 
         `embedding`, (batch, width), is the time embedding.
@@ -58,10 +62,10 @@ class ResidualBlock(nn.Module):
         x = (self.conv1(self.dropout(h)) + shortcut) * _SUM_SCALE
         if self.norm2 is None:  # a block without attention
             return x
-        output: Tensor = (x + self.proj(self._attend(self.norm2(x)))) * _SUM_SCALE
+        output: FeatureMaps = (x + self.proj(self._attend(self.norm2(x)))) * _SUM_SCALE
         return output
 
-    def _resample(self, x: Tensor) -> Tensor:
+    def _resample(self, x: FeatureMaps) -> ScaledFeatureMaps:
         """Return x with its sides scaled by `scale`: averages of 2 x 2 pixels, or each pixel as 2 x 2 equal ones."""
         if self.scale == 1:
             return x
@@ -69,7 +73,7 @@ class ResidualBlock(nn.Module):
             return nn.functional.avg_pool2d(x, 2)
         return nn.functional.interpolate(x, scale_factor=2.0)
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _attend(self, x: FeatureMaps) -> FeatureMaps:
         """Return single-head self-attention over the pixels of x, shape of x; the softmax is in float32 or more."""
         batch, channels = x.shape[:2]
         # the rows are q, k, v of the first channel, then of the second; each result is (batch, channels, pixels)
@@ -184,7 +188,7 @@ class DDPMpp(Backbone):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+    def forward(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> Output:
         """Return the prediction, (batch, outputs, height, width); t is EDM's c_noise.
 
         Images are padded to sides that the levels can halve, and the output is cropped. `_embed` uses the conditions.
@@ -193,7 +197,7 @@ class DDPMpp(Backbone):
         inputs = self.with_image_conditions(x, conditions)
         return apply_padded(lambda padded: self._apply_unet(padded, embedding), inputs, self._factor)
 
-    def _embed(self, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+    def _embed(self, t: Times, conditions: dict[str, PerImage]) -> Embedding:
         """Return the embedding of times, classes and augmentation labels, (batch, 4 * channels).
 
         Without ``conditions["augment"]`` the augmentation labels are 0: not augmented. A network with classes needs
@@ -215,7 +219,7 @@ class DDPMpp(Backbone):
             embedding = nn.functional.silu(layer(embedding))
         return embedding
 
-    def _apply_unet(self, x: Tensor, embedding: Tensor) -> Tensor:
+    def _apply_unet(self, x: Images, embedding: Embedding) -> Output:
         """Return the prediction for x, whose sides the levels can halve, with the embedding of `_embed`."""
         skips = []  # outputs of the encoder's layers; the decoder uses the last one first
         for layer in self.enc.values():
@@ -227,7 +231,7 @@ class DDPMpp(Backbone):
                 x = torch.cat([x, skips.pop()], dim=1)
             x = block(x, embedding)
         normalised = final_norm(x)
-        output: Tensor = final_conv(nn.functional.silu(normalised))
+        output: Output = final_conv(nn.functional.silu(normalised))
         return output
 
     def convert_published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

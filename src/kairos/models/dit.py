@@ -5,17 +5,21 @@ blocks embeds time and label.
 """
 
 import torch
+from jaxtyping import Float32
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, NullText
 from kairos.models.layers import Attention, build_mlp, build_sequence, embed_time
 from kairos.models.settings import TransformerOptions
+from kairos.shapes import Embedding, Images, Output, PackedTokens, PerImage, Times, Tokens
 from kairos_timesteps.errors import KairosError
+
+Positions = Float32[Tensor, "patches width"]  # embedding of each patch's position
 
 _SINUSOIDS = 256  # sines and cosines that embed t: width of the embedding before its MLP
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def modulate(x: Tokens, shift: Embedding, scale: Embedding) -> Tokens:
     """Return x (1 + scale) + shift: tokens x (batch, tokens, width), scaled and shifted by vectors (batch, width)."""
     return x * (1 + scale[:, None]) + shift[:, None]
 
@@ -37,14 +41,14 @@ class AdaLNBlock(nn.Module):
         self.mlp = build_mlp(width, int(width * mlp_ratio), width, approximate="tanh")
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
-    def forward(self, x: Tensor, c: Tensor, *attention_arguments: Tensor) -> Tensor:
+    def forward(self, x: Tokens, c: Embedding, *attention_arguments: Tensor) -> Tokens:
         """Return the block's output for tokens x, in the shape of x, (batch, tokens, width).
 
         c, (batch, width), is the embedding of t and conditions. Further arguments are passed to the attention.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1), *attention_arguments)
-        output: Tensor = x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        output: Tokens = x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
         return output
 
 
@@ -57,13 +61,13 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(width, patch * patch * channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+    def forward(self, x: Tokens, c: Embedding) -> PackedTokens:
         """Return the pixels of each token's patch, (batch, tokens, patch * patch * channels).
 
         x are tokens (batch, tokens, width), and c, (batch, width), is the embedding of t and conditions.
         """
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
-        pixels: Tensor = self.linear(modulate(self.norm_final(x), shift, scale))
+        pixels: PackedTokens = self.linear(modulate(self.norm_final(x), shift, scale))
         return pixels
 
 
@@ -139,7 +143,7 @@ class DiT(Backbone):
             renamed["y_embedder.null.value"] = renamed.pop("y_embedder.y_embedding")[0]  # from (1, width)
         return renamed
 
-    def embed(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def embed(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> tuple[Tokens, Embedding]:
         """Return tokens of x, (batch, tokens, width), and the embedding of t and conditions, (batch, width).
 
         The tokens are embedded patches plus their positions. Classes are indices; the number of classes is the index of
@@ -154,11 +158,11 @@ class DiT(Backbone):
             c = c + self.y_embedder["y_proj"](self.y_embedder["null"](conditions["text"]))
         return tokens, c
 
-    def to_image(self, tokens: Tensor, c: Tensor) -> Tensor:
+    def to_image(self, tokens: Tokens, c: Embedding) -> Output:
         """Return the image (batch, outputs, height, width) from the last block's tokens and the embedding c."""
         return self.unpatchify(self.final_layer(tokens, c), self.options.patch)
 
-    def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+    def forward(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> Output:
         """Return the prediction, (batch, outputs, height, width); `embed` describes the conditions."""
         tokens, c = self.embed(x, t, conditions)
         for block in self.blocks:
@@ -166,7 +170,7 @@ class DiT(Backbone):
         return self.to_image(tokens, c)
 
 
-def _positions(width: int, grid: tuple[int, int]) -> Tensor:
+def _positions(width: int, grid: tuple[int, int]) -> Positions:
     """Return the sin-cos embedding of positions in a grid of (rows, columns) patches, float32 (rows * columns, width).
 
     The four quarters of the width are sine and cosine of the column, then sine and cosine of the row.

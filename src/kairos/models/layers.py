@@ -4,10 +4,16 @@ import math
 from collections import OrderedDict
 
 import torch
+from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
+from kairos.shapes import PackedTokens, Times, Tokens
 
-def embed_time(t: Tensor, width: int, shift: int = 0) -> Tensor:
+TimeEmbedding = Float32[Tensor, "batch {width}"]
+AttentionBias = Float[Tensor, "*batch heads tokens tokens"]
+
+
+def embed_time(t: Times, width: int, shift: int = 0) -> TimeEmbedding:
     """Return the sinusoidal embedding of t, float32 (batch, width): cosines, then sines, at falling rates.
 
     Args:
@@ -54,11 +60,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tokens) -> Tokens:
         """Return the attention output of tokens x, (batch, tokens, width)."""
         return self.attend_packed(self.qkv(x))
 
-    def attend_packed(self, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
+    def attend_packed(self, qkv: PackedTokens, bias: AttentionBias | None = None) -> Tokens:
         """Return the attention output after the output projection, (batch, tokens, width).
 
         Args:
@@ -73,7 +79,7 @@ class Attention(nn.Module):
         if bias is not None:
             bias = bias.to(q.dtype).expand(batch, -1, -1, -1)  # (batch, heads, tokens, tokens)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # the shape of q
-        projected: Tensor = self.proj(attended.transpose(1, 2).reshape(batch, tokens, width))
+        projected: Tokens = self.proj(attended.transpose(1, 2).reshape(batch, tokens, width))
         return projected
 
 
@@ -96,7 +102,7 @@ class PlainBlock(nn.Module):
         self.mlp = build_mlp(width, int(width * mlp_ratio), width)
         self.skip_linear = nn.Linear(2 * width, width) if skip else None
 
-    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tokens, skip: Tokens | None = None) -> Tokens:
         """Return the block's output for tokens x, in the shape of x, (batch, tokens, width).
 
         A block with a merging layer needs `skip`, tokens of an earlier block in the shape of x; other blocks ignore it.
@@ -105,7 +111,7 @@ class PlainBlock(nn.Module):
             assert skip is not None
             x = self.skip_linear(torch.cat([x, skip], dim=-1))
         x = x + self.attn(self.norm1(x))
-        output: Tensor = x + self.mlp(self.norm2(x))
+        output: Tokens = x + self.mlp(self.norm2(x))
         return output
 
 

@@ -6,12 +6,19 @@ Parameters have the names of the published checkpoints.
 import math
 
 import torch
+from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
 from kairos.models.backbone import Descriptions
 from kairos.models.dit import AdaLNBlock, DiT, initialise
 from kairos.models.layers import Attention
 from kairos.models.settings import MDTOptions
+from kairos.shapes import Embedding, Images, Output, PerImage, Times, Tokens
+
+OffsetRows = Int[Tensor, "*batch tokens tokens"]  # row of the bias table for each pair of tokens
+PatchPairs = Int64[Tensor, "patches patches"]  # an integer for each pair of patches
+Scores = Float[Tensor, "batch height width"]  # uniform numbers that select the visible patches
+Patches = Int64[Tensor, "batch visible"]  # indices of an image's visible patches
 
 _UNUSED_OFFSETS = 3  # rows at the end of the published bias tables that no pair of patches uses
 
@@ -31,7 +38,7 @@ class BiasedAttention(Attention):
         self.rel_pos_bias = nn.ParameterDict({"relative_position_bias_table": table})
 
     # the base class attends without offsets
-    def forward(self, x: Tensor, offset_rows: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tokens, offset_rows: OffsetRows) -> Tokens:  # type: ignore[override]
         """Return the attention output, (batch, tokens, width).
 
         Args:
@@ -54,7 +61,7 @@ class MDT(DiT):
         KairosError: patches do not divide the size.
     """
 
-    _offset_rows: Tensor  # rows of the bias tables, (tokens, tokens)
+    _offset_rows: PatchPairs  # rows of the bias tables
 
     def __init__(self, options: MDTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         _, height, width = shape
@@ -79,7 +86,7 @@ class MDT(DiT):
         """Return a published file's weights without the constant index of every block."""
         return {name: value for name, value in weights.items() if not name.endswith("relative_position_index")}
 
-    def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+    def forward(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> Output:
         """Return the prediction, (batch, outputs, height, width); ``conditions["mask"]`` hides patches, see `MDT`.
 
         Without a mask, the side block and the mask token are not used. In training their gradients are then 0.
@@ -101,7 +108,7 @@ class MDT(DiT):
             tokens = block(tokens, c, self._offset_rows)
         return self.to_image(tokens, c)
 
-    def _encode_visible(self, blocks: list[nn.Module], tokens: Tensor, c: Tensor, visible: Tensor) -> Tensor:
+    def _encode_visible(self, blocks: list[nn.Module], tokens: Tokens, c: Embedding, visible: Patches) -> Tokens:
         """Return tokens of all patches, in the shape of `tokens`, from the encoder's blocks and the side block.
 
         The blocks process only the patches with indices `visible`, (batch, n). The decoder's positions are added. Then
@@ -123,7 +130,7 @@ class MDT(DiT):
         side_tokens = self.sideblocks[0](tokens, c, self._offset_rows)
         return torch.where(is_hidden, side_tokens, tokens)
 
-    def _visible_patches(self, scores: Tensor) -> Tensor:
+    def _visible_patches(self, scores: Scores) -> Patches:
         """Return ascending indices of the visible patches with the smallest scores, int64 (batch, visible patches).
 
         The scores are uniform random numbers, (batch, height, width); a patch has the score of its first pixel. The
@@ -136,7 +143,7 @@ class MDT(DiT):
         return visible.sort(1).values
 
 
-def _pairwise_offsets(rows: int, columns: int) -> Tensor:
+def _pairwise_offsets(rows: int, columns: int) -> PatchPairs:
     """Return the row of the bias table for each pair of patches of a grid, int64 (patches, patches).
 
     The row depends on the offset between the two patches alone: there are 2 rows - 1 vertical and 2 columns - 1

@@ -4,12 +4,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from kairos.components import Component, Components, spellings
+from kairos.components import ComponentOptions, Components, spellings
 from kairos.section import field
 from kairos_timesteps.errors import demand
 
 
-class BackboneOptions(Component):
+class BackboneOptions(ComponentOptions):
     """Base class of the options of a backbone.
 
     Attributes:

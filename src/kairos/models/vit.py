@@ -6,11 +6,12 @@ Parameters have the names of the published checkpoints.
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kairos.models.backbone import Backbone, Descriptions
 from kairos.models.layers import Attention, PlainBlock, build_sequence, initialise_normal
 from kairos.models.settings import ViTOptions
+from kairos.shapes import Images, Output, PerImage, Times, Tokens
 
 
 class BeitAttention(Attention):
@@ -20,7 +21,7 @@ class BeitAttention(Attention):
         super().__init__(width, heads, qkv_bias=False)
         self.q_bias, self.v_bias = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tokens) -> Tokens:
         """Return the attention output of tokens x, (batch, tokens, width); keys have no bias."""
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         return self.attend_packed(nn.functional.linear(x, self.qkv.weight, bias))
@@ -67,7 +68,7 @@ class ViT(Backbone):
                 block.get_parameter(last_layer).div_(math.sqrt(2 * depth))
         self.linear_projection.weight *= 0.001
 
-    def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+    def forward(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> Output:
         """Return the prediction, (batch, outputs, height, width).
 
         t is rounded to the nearest row of the time table. Classes are indices; the number of classes is the index of no

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kairos.autoencoders.settings import AutoencoderConfig
-from kairos.components import Component
+from kairos.components import ComponentOptions
 from kairos.config import Experiment
 from kairos.config.sweeps import PARTS
 from kairos.files import RecordReader, glance
@@ -367,7 +367,7 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
     return changes
 
 
-def _add_defaults(recorded: Any, component: Component | LibraryComponent) -> Any:
+def _add_defaults(recorded: Any, component: ComponentOptions | LibraryComponent) -> Any:
     """Return the recorded options of a component, with the defaults of options that they lack.
 
     Such options are newer than the record. Options with the default None are not added. A recorded value that is not a

@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kairos import compute
 from kairos.conditions import nulls
 from kairos.sampling.time_grids import GridPoint
-from kairos.shapes import Images, Output, PerSample, Times
+from kairos.shapes import Images, Output, PerImage, PerSample, Times
 from kairos_timesteps.diffusion.processes import shaped
 from kairos_timesteps.randomness import Stream
 
 SMALLEST_BATCH = 16
 
-Predictor = Callable[[Tensor, Tensor], Tensor]  # function of x_t and t that returns the network's output
-NoiseSource = Callable[[int], Tensor]  # function of an interval's number that returns noise in the batch's shape
+Predictor = Callable[[Images, Times], Output]  # function of x_t and t that returns the network's output
+NoiseSource = Callable[[int], Images]  # function of an interval's number that returns noise in the batch's shape
 
 
 def iterate_batches(rows: range, batch_size: int) -> Iterator[tuple[range, int]]:
@@ -47,7 +46,7 @@ def make_noise_source(seed: int, indices: range, shape: tuple[int, ...], device:
     ... is the noise that interval k adds.
     """
 
-    def noise(k: int) -> Tensor:
+    def noise(k: int) -> Images:
         return Stream(seed, "sample").normal(k, indices, shape, device, torch.float64)
 
     return noise
@@ -91,7 +90,7 @@ class Guidance:
 
 
 def build_guided_predictor(
-    process: Any, model: Any, conditions: dict[str, Tensor], descriptions: dict[str, Any], guidance: Guidance
+    process: Any, model: Any, conditions: dict[str, PerImage], descriptions: dict[str, Any], guidance: Guidance
 ) -> Predictor:
     """Return the prediction function of a batch with classifier-free guidance (Ho and Salimans 2022).
 

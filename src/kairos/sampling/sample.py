@@ -14,7 +14,7 @@ from kairos.data.dataset import to_uint8
 from kairos.data.image_grid import write_image_grid
 from kairos.diffusion import DiffusionConfig
 from kairos.files import open_record
-from kairos.progress import Progress, log
+from kairos.progress import ProgressBar, log
 from kairos.sampling.conditions import ImageConditions, load_conditions
 from kairos.sampling.generate import (
     DataPrediction,
@@ -167,7 +167,7 @@ class _SnapshotSampler:
         resource_usage.end_startup()
 
         # images
-        progress = Progress(len(self.rows), self.label, "image")
+        progress = ProgressBar(len(self.rows), self.label, "image")
         for indices, kept_count in iterate_batches(self.rows, self.options.batch_size):
             with torch.inference_mode():  # ends before `yield`, so that it does not apply to the caller
                 batch_conditions = {name: values.to(device) for name, values in self.conditions(indices).items()}

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from kairos.components import Component, Components, component
+from kairos.components import ComponentOptions, Components, component
 from kairos.diffusion import DiffusionConfig
 from kairos.forward_process import build_process
 from kairos.library_components import LibraryComponent
@@ -17,7 +17,7 @@ DISCRETE = ("trailing", "leading", "linspace", "karras")  # spacings of discrete
 CONTINUOUS = ("karras", "uniform")  # spacings of continuous processes; the first is the default
 
 
-class SolverOptions(Component):
+class SolverOptions(ComponentOptions):
     """Base class of the options of a solver: options of its time grid and of the predicted x0.
 
     Attributes:

@@ -21,7 +21,7 @@ from kairos.files import glance, list_by_step
 from kairos.progress import duration
 from kairos.report.outdated import ExpectedSettings, format_changes
 from kairos.slurm import Job
-from kairos.training.job import Progress, read_progress
+from kairos.training.job import ProgressRecord, read_progress
 from kairos_timesteps.errors import KairosError
 
 # all states of a run, in the order in which `kairos status` counts them
@@ -173,7 +173,7 @@ def list_run_progress(outline: Outline, jobs: list[Job]) -> list[RunProgress]:
 
 
 def _assess_run(
-    outline: Outline, method: str, seed: int, progress: Progress, job: Job | None, run_logs: "RunLogs"
+    outline: Outline, method: str, seed: int, progress: ProgressRecord, job: Job | None, run_logs: "RunLogs"
 ) -> RunProgress:
     """Return the state and progress of a training run, from its record, progress file, job, snapshots and logs.
 
@@ -229,7 +229,7 @@ def _assess_run(
     )
 
 
-def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress: Progress) -> int | None:
+def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress: ProgressRecord) -> int | None:
     """Return the step at which a training run is complete; None: unknown.
 
     It is the last milestone, or the recorded steps if they are more. Without milestones (`last_milestone` is None) it
@@ -245,7 +245,7 @@ def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress
     return max(last_milestone, recorded_steps)  # more, if the run was longer before the experiment was shortened
 
 
-def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progress) -> int:
+def _find_completed_steps(folder: Path, record: dict[str, Any], progress: ProgressRecord) -> int:
     """Return the number of completed steps: the larger number of record and progress file, else the last snapshot's.
 
     Snapshots are read only if both files are missing. Without any of them the result is 0.
@@ -256,7 +256,7 @@ def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progre
     return int(snapshots[-1].name) if snapshots else 0
 
 
-def _find_state(folder: Path, progress: Progress, job: Job | None, is_complete: bool) -> str:
+def _find_state(folder: Path, progress: ProgressRecord, job: Job | None, is_complete: bool) -> str:
     """Return the state of a training run whose files are not outdated, from its progress file, job and record.
 
     The first case that applies decides:
@@ -319,7 +319,7 @@ def list_names(folder: Path) -> list[str]:
         return []
 
 
-def _find_note(state: str, progress: Progress, job: Job | None, logs: tuple[str, ...]) -> str:
+def _find_note(state: str, progress: ProgressRecord, job: Job | None, logs: tuple[str, ...]) -> str:
     """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add.
 
     - queued: SLURM's reason.
@@ -351,7 +351,7 @@ def format_age(unix_time: float) -> str:
     return f"{duration(seconds)} ago"
 
 
-def _find_location(state: str, progress: Progress, job: Job | None) -> str:
+def _find_location(state: str, progress: ProgressRecord, job: Job | None) -> str:
     """Return host and job of a run as text, such as ``node1 job 17``, as far as known; empty: neither is known.
 
     The host is in the progress file, and the job in the queue or else in the progress file. For a run that is queued,
@@ -369,7 +369,7 @@ def _find_location(state: str, progress: Progress, job: Job | None) -> str:
     return f"{host} job {job_number}".strip()
 
 
-def _is_alive(lock: Path, progress: Progress, job: Job | None) -> bool:
+def _is_alive(lock: Path, progress: ProgressRecord, job: Job | None) -> bool:
     """Return True if the process that wrote a progress file as running is still alive.
 
     While SLURM lists the job that wrote the file as pending or running, the queue alone decides. Then the job must have

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from kairos.files import read_lines
 from kairos.progress import log
 from kairos.tracking import mlflow_store, run_content
-from kairos.training.job import Progress, read_progress
+from kairos.training.job import ProgressRecord, read_progress
 from kairos.training.launch import is_reporting_process
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Reporter(threading.Thread):
         if is_last_report and progress["state"] in _STATUS:
             self._client.set_terminated(self._run_id, _STATUS[progress["state"]], end)
 
-    def _read_progress_of_this_process(self) -> Progress | None:
+    def _read_progress_of_this_process(self) -> ProgressRecord | None:
         """Return the content of the run's progress file; None if this process has not written it since the start.
 
         The start is the time at which this reporter was created.

@@ -14,7 +14,7 @@ from kairos import resource_usage
 from kairos.config import Experiment
 from kairos.files import hash_folder, sha256_file, sha256_json, write_json
 from kairos.fingerprint import fingerprint
-from kairos.progress import Progress, log
+from kairos.progress import ProgressBar, log
 from kairos.report.collect import Results, RunResults, collect
 from kairos.tracking import mlflow_store, run_content, view
 
@@ -77,7 +77,7 @@ def _import_results(results: Results, uri: str) -> dict[str, Any]:
             parent_id = str(parent_run.info.run_id)
 
             run_ids, digests = {}, []
-            progress = Progress(len(results.runs), "track", "run")
+            progress = ProgressBar(len(results.runs), "track", "run")
             for run in results.runs:
                 digest = _hash_training_run(results, run, parent_id)
                 run_ids[f"{run.method}/seed{run.seed}"] = _import_training_run(store, parent_id, results, run, digest)

@@ -8,7 +8,7 @@ This module imports no torch, because the workflow uses it.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kairos.components import Component
+from kairos.components import ComponentOptions
 from kairos.files import sha256_json
 from kairos.fingerprint import fingerprint, roots_of
 from kairos.library_components import LibraryComponent
@@ -44,7 +44,7 @@ def code_roots(run: "RunSettings") -> list[str]:
     The names are modules, or functions and classes as ``module:name``; a name may occur twice.
     """
     training = run.training
-    components: list[Component | LibraryComponent] = [
+    components: list[ComponentOptions | LibraryComponent] = [
         run.model,
         run.diffusion.process,
         *run.method.components,

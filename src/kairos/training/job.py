@@ -174,7 +174,7 @@ def end_of_slurm_job() -> float:
     return 0.0
 
 
-class Progress(TypedDict, total=False):
+class ProgressRecord(TypedDict, total=False):
     """Content of ``.state/progress.json``, see `ProgressFile`.
 
     Attributes:
@@ -206,9 +206,9 @@ class Progress(TypedDict, total=False):
     job: str | None
 
 
-def read_progress(run_folder: Path) -> Progress:
+def read_progress(run_folder: Path) -> ProgressRecord:
     """Return the progress that the last job of a training run wrote; empty if there is none or it is damaged."""
-    return cast(Progress, glance(run_folder / ".state" / "progress.json"))
+    return cast(ProgressRecord, glance(run_folder / ".state" / "progress.json"))
 
 
 class ProgressFile:
@@ -226,7 +226,7 @@ class ProgressFile:
     def __init__(self, state_folder: Path, last_step: int, reports: bool = True):
         self._reports = reports
         self._path = state_folder / "progress.json"
-        self._content: Progress = {
+        self._content: ProgressRecord = {
             "identity": None, "step": 0, "of": last_step, "rate": None, "seconds": 0.0, "state": "running",
             "message": "", "updated": 0.0, "host": socket.gethostname(), "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
@@ -234,7 +234,7 @@ class ProgressFile:
         # a job that fails before its first update writes where the previous job ended
         previous = glance(self._path)
         previous_fields = {name: previous[name] for name in ("identity", "step", "seconds") if name in previous}
-        self._content |= cast(Progress, previous_fields)
+        self._content |= cast(ProgressRecord, previous_fields)
         self._last_write: tuple[float, int] | None = None  # monotonic time and step
 
     def update(self, step: int, seconds: float) -> None:

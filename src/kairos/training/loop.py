@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kairos import ranks
 from kairos.data.batches import Batch
 from kairos.losses.terms import Prediction, SampleCoordinates
-from kairos.shapes import Images, Output, PerSample, Times
+from kairos.shapes import Images, Output, PerImage, PerSample, Scalar, Times
 from kairos.training.lengths import log_interval
 from kairos.training.state import MicroBatch, TrainingState
 from kairos_timesteps import Draw, distributed
@@ -98,7 +98,7 @@ class StepResult:
 
     prediction: Prediction
     terms: dict[str, PerSample]
-    objective: Tensor
+    objective: Scalar
 
 
 def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Draw, Images]:
@@ -118,7 +118,9 @@ def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Dr
     return draw, strategy.couple(draw, noise)
 
 
-def _forward_backward(training: TrainingState, draw: Draw, noise: Images, conditions: dict[str, Tensor]) -> StepResult:
+def _forward_backward(
+    training: TrainingState, draw: Draw, noise: Images, conditions: dict[str, PerImage]
+) -> StepResult:
     """Run the forward and backward passes of this rank's micro-batches, and return their joined, detached results.
 
     The result contains all samples of this rank. The caller has cleared the gradients. Afterwards the parameters have
@@ -169,7 +171,7 @@ def _join_results(training: TrainingState, draw: Draw, noise: Images, results: l
 
 
 def _forward_backward_micro_batch(
-    training: TrainingState, micro_batch: MicroBatch, draw: Draw, noise: Images, conditions: dict[str, Tensor]
+    training: TrainingState, micro_batch: MicroBatch, draw: Draw, noise: Images, conditions: dict[str, PerImage]
 ) -> StepResult:
     """Run forward and backward pass of one micro-batch, and return detached results.
 
@@ -225,7 +227,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
 
 
-def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Tensor:
+def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Scalar:
     """Scale gradients down to a largest norm, as `torch.nn.utils.clip_grad_norm_`, and return their norm before that.
 
     The returned norm, over all parameters that have a gradient, is a scalar on the device. No error is raised if it is
@@ -263,7 +265,7 @@ def predict_and_compute_losses(
     x0: Images,
     noise: Images,
     t: Times,
-    conditions: dict[str, Tensor],
+    conditions: dict[str, PerImage],
 ) -> tuple[Prediction, dict[str, PerSample]]:
     """Return a network's prediction for noised images, and the loss terms by name, each (batch,).
 
@@ -280,7 +282,7 @@ def predict_and_compute_losses(
     """
 
     # some loss terms evaluate the network again, at another x_t or with further conditions
-    def predict(x_t: Images, more_conditions: dict[str, Tensor]) -> Output:
+    def predict(x_t: Images, more_conditions: dict[str, PerImage]) -> Output:
         with training.autocast():
             output: Output = training.process.predict(network, x_t, t, {**conditions, **more_conditions})
         return output
@@ -302,7 +304,7 @@ def _scale_terms(training: TrainingState, terms: dict[str, PerSample], weighted:
     return scaled_terms
 
 
-def _add(values: list[Tensor]) -> Tensor:
+def _add(values: list[Scalar]) -> Scalar:
     """Return the sum of at least one tensor; a single tensor is returned as it is."""
     total = values[0]  # not 0: even the addition of 0 would slow a small model
     for value in values[1:]:
@@ -310,7 +312,7 @@ def _add(values: list[Tensor]) -> Tensor:
     return total
 
 
-def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gradient_norm: Tensor) -> dict[str, Any]:
+def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gradient_norm: Scalar) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a step, without ``lr`` and ``sampler``; calls the probes on every rank.
 
     Its keys are ``step`` (completed steps), ``images``, ``loss``, ``grad_norm``, and names of loss terms and probes.

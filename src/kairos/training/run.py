@@ -20,7 +20,7 @@ from kairos import compute, ranks
 from kairos.data.latents import open_latents
 from kairos.forward_process import scheduler_config
 from kairos.milestones import write_milestone
-from kairos.progress import Progress, duration, log
+from kairos.progress import ProgressBar, duration, log
 from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
 from kairos.training.identity import code_roots, compute_identity
@@ -300,7 +300,7 @@ class TrainingJob:
         last_milestone = milestones[-1]
         checkpoint_interval = training.settings.checkpoint_every
         collective_stop = CollectiveStop(self.stop_request)
-        progress_bar = Progress(last_milestone, self.label, "step", start=training.step) if self.is_first else None
+        progress_bar = ProgressBar(last_milestone, self.label, "step", start=training.step) if self.is_first else None
         latest_loss = ""
         metrics_path = self.run_folder.metrics if self.is_first else os.devnull
         with open(metrics_path, "a", encoding="utf-8") as metrics_file:

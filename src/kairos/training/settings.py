@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from kairos.components import Component, Components, component
+from kairos.components import ComponentOptions, Components, component
 from kairos.diffusion import DiffusionConfig, MethodConfig
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.section import Section, check, field
 from kairos_timesteps.errors import demand
 
 
-class OptimizerOptions(Component):
+class OptimizerOptions(ComponentOptions):
     """Base class of the options of an optimiser, with linear warm-up and gradient clipping.
 
     A gradient that is not finite ends the training run; EDM's code replaces its values by 0 and 1e5.
@@ -52,7 +52,7 @@ class AdamWOptions(OptimizerOptions):
     name: str = "adamw"
 
 
-class ScheduleOptions(Component):
+class ScheduleOptions(ComponentOptions):
     """Base class of the options of a learning-rate schedule."""
 
 
@@ -105,7 +105,7 @@ class InverseSqrtOptions(ScheduleOptions):
     reference: int = field(70_000, "step from which the rate falls", ge=1)
 
 
-class AverageOptions(Component):
+class AverageOptions(ComponentOptions):
     """Base class of the options of an average of the weights."""
 
 
@@ -145,7 +145,7 @@ class PowerOptions(AverageOptions):
     width: float = field(0.05, "relative width sigma_rel of the averaging profile", gt=0, lt=0.289)
 
 
-class ProbeOptions(Component):
+class ProbeOptions(ComponentOptions):
     """Base class of the options of a probe: a measurement in steps that log, see `kairos.training.loop.StepResult`.
 
     The code is called as ``code(options)`` and returns the probe.
