@@ -13,7 +13,6 @@ __all__ = ["environment", "pytest_collection_finish", "pytest_collection_modifyi
 # modules whose calls all tests check against the shapes and types in their signatures, with beartype
 CHECKED_MODULES = [
     "kairos.analyses.gradients",
-    "kairos.analyses.noise_levels",
     "kairos.autoencoders.codec",
     "kairos.conditions",
     "kairos.data.augment",
@@ -28,7 +27,6 @@ CHECKED_MODULES = [
 ]
 # modules whose calls are checked if long tests run too: a network calls its layers so often that checks take long
 CHECKED_WITH_LONG_TESTS = [
-    "kairos.autoencoders.encode",
     "kairos.autoencoders.train",
     "kairos.data.random_order",
     "kairos.evaluation.dinov2",

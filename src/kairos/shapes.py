@@ -58,13 +58,13 @@ Selection = Bool[Tensor, "batch"]
 PerImage = Shaped[Tensor, "batch ..."]
 """A tensor with a row for each image, such as a condition."""
 
-Tokens = Float[Tensor, "batch tokens width"]
+Tokens = Float[Tensor, "batch tokens hidden_width"]
 """Tokens of a transformer."""
 
 PackedTokens = Float[Tensor, "batch tokens packed_width"]
 """Tokens, with queries, keys and values, or the pixels of a patch, one after another."""
 
-Embedding = Float[Tensor, "batch width"]
+Embedding = Float[Tensor, "batch hidden_width"]
 """Embedding of the time and the conditions of each image."""
 
 FeatureMaps = Float[Tensor, "batch channels rows columns"]
@@ -76,7 +76,7 @@ Scalar = Float[Tensor, ""]
 Vector = Float[Tensor, "size"]
 """Numbers without relation to the images of a batch."""
 
-FilterBank = Float[Tensor, "channels 1 filter_height filter_width"]
+FilterBank = Float[Tensor, "channels 1 _ _"]
 """A filter for each channel."""
 
 Bytes = UInt8[Tensor, "bytes"]

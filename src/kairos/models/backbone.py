@@ -184,7 +184,7 @@ def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> 
     return "; ".join(descriptions)
 
 
-def apply_padded(network: Callable[[FeatureMaps], FeatureMaps], x: Images, factor: int) -> Output:
+def apply_padded(network: Callable[[FeatureMaps], Output], x: Images, factor: int) -> Output:
     """Return the output of a network that needs sides divisible by `factor`, for images x of any size.
 
     The images (batch, channels, height, width) are padded by zeros, and the output, of equal sides, is cropped to the

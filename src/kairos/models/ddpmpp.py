@@ -37,7 +37,7 @@ class ResidualBlock(nn.Module):
         scale: 0.5 or 2 to halve or double the sides first; 1 to keep them.
     """
 
-    def __init__(self, inputs: int, outputs: int, width: int, dropout: float, attention: bool, scale: float = 1):
+    def __init__(self, inputs: int, outputs: int, width: int, dropout: float, attention: bool, scale: float = 1.0):
         super().__init__()
         self.scale, self.dropout = scale, nn.Dropout(dropout)
         self.norm0, self.norm1 = _build_norm(inputs), _build_norm(outputs)
@@ -114,7 +114,7 @@ class DDPMpp(Backbone):
         self._build_decoder(level_names, level_attends, skip_channels)
         self._initialise()
 
-    def _build_block(self, inputs: int, outputs: int, attention: bool = False, scale: float = 1) -> ResidualBlock:
+    def _build_block(self, inputs: int, outputs: int, attention: bool = False, scale: float = 1.0) -> ResidualBlock:
         """Return a residual block with the width of the time embedding and the dropout of this network."""
         width, dropout = 4 * self.options.channels, self.options.dropout
         return ResidualBlock(inputs, outputs, width, dropout, attention=attention, scale=scale)
@@ -158,7 +158,7 @@ class DDPMpp(Backbone):
                 self.dec[f"{name}_in0"] = self._build_block(channels, channels, attention=True)
                 self.dec[f"{name}_in1"] = self._build_block(channels, channels)
             else:
-                self.dec[f"{name}_up"] = self._build_block(channels, channels, scale=2)
+                self.dec[f"{name}_up"] = self._build_block(channels, channels, scale=2.0)
             level_channels = self.options.multipliers[level] * self.options.channels
             for number in range(self.options.blocks + 1):
                 is_last = number == self.options.blocks

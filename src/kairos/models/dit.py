@@ -14,7 +14,7 @@ from kairos.models.settings import TransformerOptions
 from kairos.shapes import Embedding, Images, Output, PackedTokens, PerImage, Times, Tokens
 from kairos_timesteps.errors import KairosError
 
-Positions = Float32[Tensor, "patches width"]  # embedding of each patch's position
+Positions = Float32[Tensor, "patches hidden_width"]  # embedding of each patch's position
 
 _SINUSOIDS = 256  # sines and cosines that embed t: width of the embedding before its MLP
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kairos.shapes import PackedTokens, Times, Tokens
 
-TimeEmbedding = Float32[Tensor, "batch {width}"]
+TimeEmbedding = Float32[Tensor, "batch hidden_width"]
 AttentionBias = Float[Tensor, "*batch heads tokens tokens"]
 
 

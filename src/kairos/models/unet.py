@@ -113,8 +113,8 @@ class UNet(Backbone):
         """
         labels = conditions.get("class")
 
-        def apply_unet(padded: FeatureMaps) -> FeatureMaps:
-            output: FeatureMaps = self.unet(padded, t, class_labels=labels, return_dict=False)[0]
+        def apply_unet(padded: FeatureMaps) -> Output:
+            output: Output = self.unet(padded, t, class_labels=labels, return_dict=False)[0]
             return output
 
         return apply_padded(apply_unet, self.with_image_conditions(x, conditions), self._factor)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from kairos import ranks
 from kairos.data.batches import Batch
@@ -25,6 +26,8 @@ from kairos.training.state import MicroBatch, TrainingState
 from kairos_timesteps import Draw, distributed
 from kairos_timesteps.errors import DivergedError
 from kairos_timesteps.randomness import Stream, derived_seed
+
+Summand = Float[Tensor, "*shape"]
 
 
 def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | None]:
@@ -304,7 +307,7 @@ def _scale_terms(training: TrainingState, terms: dict[str, PerSample], weighted:
     return scaled_terms
 
 
-def _add(values: list[Scalar]) -> Scalar:
+def _add(values: list[Summand]) -> Summand:
     """Return the sum of at least one tensor; a single tensor is returned as it is."""
     total = values[0]  # not 0: even the addition of 0 would slow a small model
     for value in values[1:]:
