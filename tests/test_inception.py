@@ -116,7 +116,7 @@ def test_the_inception_network_computes_features_logits_and_scores(tmp_path):
         "sfid": pytest.approx(0, abs=1e-3),
         "isc": pytest.approx(isc, rel=1e-9),
     }
-    assert isc >= 1.0
+    assert isc >= 1 - 1e-9  # the smallest inception score is 1, up to rounding
     real.save(tmp_path / "VIRTUAL.npz")
     again = metrics.RealStatistics.load(tmp_path / "VIRTUAL.npz")
     assert set(again.gaussians) == {"features", "spatial"} and again.hash == real.hash
