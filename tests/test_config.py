@@ -323,8 +323,8 @@ def test_values_of_the_command_line_do_not_hide_extends(tmp_path, monkeypatch):
     assert (model.depth, model.width) == (4, 96)
 
     # a file that --config itself extends
-    Path("other.yaml").write_text("seeds: [8, 9]\n")
+    Path("other.yaml").write_text("training: {log_every: 7}\n")
     config = {"extends": "other.yaml"}
     settings = SimpleNamespace(configfiles=[], config=config)
     loaded = _load_experiment(SimpleNamespace(config_settings=settings), config)
-    assert (loaded.model.depth, loaded.seeds) == (4, validate(read_experiment_file(Path("base.yaml")), "b").seeds)
+    assert (loaded.model.depth, loaded.training.log_every) == (4, 7)

@@ -7,7 +7,6 @@ made by Snakemake from the experiment file that it contains, ``results/kept.yaml
 import json
 import os
 import shutil
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +26,7 @@ RUN = Path("results/kept/loss_rms/seed0")
 def project(tmp_path_factory):
     """A folder with the results, which is the working directory during the tests."""
     folder = tmp_path_factory.mktemp("kept")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(ARCHIVE, folder)
     before = Path.cwd()
     os.chdir(folder)
     yield folder

@@ -222,12 +222,13 @@ def test_a_diverged_trial_does_not_stop_its_round(tables, monkeypatch):
     assert tuned.run_round("rates", "digits", "1") == 3
 
 
-def test_the_final_round_corrects_each_metric():
-    rows = curves({"uniform": (1, 1), "min_snr": (0.9, 1)}, 6, 0.1)
-    p_values = judge.table(rows)["p"].dropna()
-    corrected = judge.table(rows, correct_each_metric=True)["p_holm"].dropna()
-    assert corrected.tolist() == pytest.approx(p_values.tolist())
-    assert judge.table(rows)["p_holm"].min() == pytest.approx(min(3 * p_values.min(), 1))
+def test_holms_correction_is_over_all_rows_or_over_those_of_a_metric():
+    rows = curves({"uniform": (1, 1), "min_snr": (0.9, 1), "p2": (0.8, 1)}, 6, 0.1)
+    p_values = judge.table(rows).dropna(subset="p").groupby("metric")["p"]
+    corrected = judge.table(rows, correct_each_metric=True).groupby("metric")["p_holm"]
+    assert 6 * p_values.min().min() < 1 and (p_values.count() == 2).all() and len(p_values) == 3
+    assert corrected.min().tolist() == pytest.approx((2 * p_values.min()).clip(upper=1).tolist())
+    assert judge.table(rows)["p_holm"].min() == pytest.approx(6 * p_values.min().min())
 
 
 def test_an_incomplete_setting_is_skipped_with_a_reason(tmp_path, monkeypatch, capsys):

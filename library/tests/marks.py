@@ -1,18 +1,26 @@
 """Marks of parametrised tests."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
 
 
-def mark_long(values: Iterable[object], quick: Iterable[object] = ()) -> Iterator[object]:
-    """Mark the values of a parameter as long tests, except those that `quick` contains.
+def mark_long(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Return the values of a parameter for ``pytest.mark.parametrize``; those that are not in `quick` are long tests.
 
     Args:
-        values: values of ``pytest.mark.parametrize``; a tuple has one value per argument.
+        values: values of the parameter; a tuple has one value per parameter.
         quick: values that stay in the quick tests.
+
+    Raises:
+        ValueError: `values` lacks a value of `quick`, which would leave the quick tests without a message.
     """
-    quick = list(quick)
+    values = list(values)
+    if missing := [value for value in quick if value not in values]:
+        raise ValueError(f"quick: got {missing}, allowed: {values}")
+    marked = []
     for value in values:
         arguments = value if isinstance(value, tuple) else (value,)
-        yield value if value in quick else pytest.param(*arguments, marks=pytest.mark.long)
+        marked.append(value if value in quick else pytest.param(*arguments, marks=pytest.mark.long))
+    return marked

@@ -32,11 +32,6 @@ MEASURING = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.
 COUNT = 4  # samples of a micro-batch
 
 
-def long_unless(names, quick):
-    """Return parameters of a test, one for each name; names that are not in `quick` are marked long."""
-    return [pytest.param(name, marks=[] if name in quick else pytest.mark.long) for name in names]
-
-
 class Trainer:
     """Training loop with micro-batches, validations, steps, skipped steps and checkpoints.
 
@@ -196,7 +191,7 @@ def draw_time_convention(data, specification):
     return None
 
 
-@pytest.mark.parametrize("name", long_unless(sorted(SAMPLERS), [*LEARNED, "uniform", "speed", "mixture"]))
+@pytest.mark.parametrize("name", mark_long(sorted(SAMPLERS), [*LEARNED, "uniform", "speed", "mixture"]))
 @examples(3)
 @given(data=st.data())
 def test_a_sampler_attached_equals_the_explicit_form(name, data):
@@ -204,7 +199,7 @@ def test_a_sampler_attached_equals_the_explicit_form(name, data):
     check_events(specification, data.draw(EVENTS), data.draw(st.booleans()), draw_time_convention(data, specification))
 
 
-@pytest.mark.parametrize("name", long_unless(sorted(WEIGHTINGS), ["none", "min_snr", "coarse_to_fine", "edm2"]))
+@pytest.mark.parametrize("name", mark_long(sorted(WEIGHTINGS), ["none", "min_snr", "coarse_to_fine", "edm2"]))
 @examples(2)
 @given(data=st.data())
 def test_a_weighting_attached_equals_the_explicit_form(name, data):

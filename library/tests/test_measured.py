@@ -268,13 +268,7 @@ def build(name, batch=8, prediction="epsilon"):
 QUICK_NAMES = ("adaptive", "auto", "gradient_norm", "loss_rms", "adaptive+edm2")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK_NAMES))
-        for name in [*sorted(SAMPLERS), "uniform+edm2", "adaptive+edm2"]
-    ],
-)
+@pytest.mark.parametrize("name", mark_long([*sorted(SAMPLERS), "uniform+edm2", "adaptive+edm2"], QUICK_NAMES))
 def test_every_strategy_resumes_exactly_from_its_state(name, tmp_path):
     strategy, network, optimizer, x0 = build(name)
     torch.manual_seed(1)

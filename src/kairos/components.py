@@ -39,7 +39,7 @@ class ComponentOptions(Section):
     Attributes:
         name: name of the component in an experiment file.
         code: ``module:attribute`` of the function or class that implements the component; it is called as
-            ``code(component, ...)``.
+            ``code(options, ...)``.
     """
 
     model_config = ConfigDict(defer_build=True)
@@ -64,7 +64,7 @@ class ComponentOptions(Section):
         return getattr(importlib.import_module(module), attribute)
 
     def build(self, *arguments: Any, **keywords: Any) -> Any:
-        """Import the component's code and call it with this component and the arguments; return its result."""
+        """Import the component's code and call it with these options and the arguments; return its result."""
         return self.load()(self, *arguments, **keywords)
 
     def plain(self) -> dict[str, Any]:
@@ -123,8 +123,8 @@ class Components(UserDict[str, type[C]], Generic[C]):
 def component(components: Components[Any] | Registry, default: str | None = None) -> "Selection":
     """Return the annotation of a section's field that selects a component, as ``name`` or ``{name: ..., option: ...}``.
 
-    The value of the field is then a component with checked options. The annotated type is the base class of the
-    components, or `LibraryComponent`:
+    The value of the field is then the checked options of the component. The annotated type is the base class of
+    these options, or `LibraryComponent`:
 
         optimizer: Annotated[OptimizerOptions, component(OPTIMIZERS, "adam")] = field({}, "optimiser of the model")
 
@@ -167,11 +167,11 @@ class Selection:
         return core_schema.no_info_plain_validator_function(self._select, serialization=serialization)
 
     def _select(self, value: Any) -> ComponentOptions | LibraryComponent:
-        """Return the selected component with checked options.
+        """Return the checked options of the selected component.
 
         Args:
-            value: a name, or a dictionary of name and options; without a name it selects the default. A component is
-                returned as it is, and its kind is not checked.
+            value: a name, or a dictionary of name and options; without a name it selects the default. Options are
+                returned unchanged, and their kind is not checked.
 
         Raises:
             ValueRejected: the value has another form, it has neither name nor default, the component is unknown, or the

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from kairos.shapes import PerImage, Selection
+from kairos.shapes import Flags, Rows
 
 Descriptions = dict[str, dict[str, Any]]  # by name, as in the manifest of a data set: {"kind": "class", ...}
 
 
-def zero(values: PerImage, description: dict[str, Any]) -> PerImage:
+def zero(values: Rows, description: dict[str, Any]) -> Rows:
     """Return zeros with the shape and type of `values`: the null values of a condition that is a tensor per image.
 
     Such a condition is an embedding or an image, with description ``{"kind": "tensor", "shape": [...]}``.
@@ -21,7 +21,7 @@ def zero(values: PerImage, description: dict[str, Any]) -> PerImage:
     return torch.zeros_like(values)
 
 
-def no_class(values: PerImage, description: dict[str, Any]) -> PerImage:
+def no_class(values: Rows, description: dict[str, Any]) -> Rows:
     """Return the null class, which is number `num_classes`, for each image, with the shape and type of `values`.
 
     The description of the condition is ``{"kind": "class", "num_classes": 10}``.
@@ -29,7 +29,7 @@ def no_class(values: PerImage, description: dict[str, Any]) -> PerImage:
     return torch.full_like(values, description["num_classes"])
 
 
-def no_text(values: PerImage, description: dict[str, Any]) -> PerImage:
+def no_text(values: Rows, description: dict[str, Any]) -> Rows:
     """Return NaN as the null values of encoded texts, with the shape (batch, *shape) and type of `values`.
 
     NaN marks a dropped text; the model replaces NaN by its null value, which may be trained. The description of the
@@ -42,7 +42,7 @@ def no_text(values: PerImage, description: dict[str, Any]) -> PerImage:
 CONDITIONS = {"class": no_class, "tensor": zero, "text": no_text, "image": zero}
 
 
-def nulls(conditions: dict[str, PerImage], descriptions: Descriptions) -> dict[str, PerImage]:
+def nulls(conditions: dict[str, Rows], descriptions: Descriptions) -> dict[str, Rows]:
     """Return the null values of conditions, by name, with the shapes, types and devices of the conditions.
 
     Args:
@@ -56,7 +56,7 @@ def nulls(conditions: dict[str, PerImage], descriptions: Descriptions) -> dict[s
     return null_values
 
 
-def drop(conditions: dict[str, PerImage], descriptions: Descriptions, dropped: Selection) -> dict[str, PerImage]:
+def drop(conditions: dict[str, Rows], descriptions: Descriptions, dropped: Flags) -> dict[str, Rows]:
     """Return new conditions by name, in which all conditions of the samples that `dropped` selects are null values.
 
     Args:

@@ -84,16 +84,20 @@ def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
             temporary.unlink()
 
 
+def list_names(folder: Path) -> list[str]:
+    """Return the names of the files and folders in a folder, sorted; empty if the folder is missing or is a file."""
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def list_by_step(folder: Path, suffix: str = "") -> list[Path]:
     """Return the paths in a folder whose name is a step and a suffix, such as ``0000400.npz``, by ascending step.
 
     Other names are left out, temporary ones for example. The list is empty if the folder is missing or is a file.
     """
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    steps = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
+    steps = [name.removesuffix(suffix) for name in list_names(folder) if name.endswith(suffix)]
     return [folder / f"{step}{suffix}" for step in sorted(filter(str.isdecimal, steps), key=int)]
 
 

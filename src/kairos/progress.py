@@ -15,7 +15,7 @@ _BAR_INTERVAL = 0.5  # seconds between updates of the facts in a bar
 
 
 class ProgressBar:
-    """Shows the progress of a long loop on stderr: as a bar if stderr is a terminal, else as lines.
+    """Progress of a long loop on stderr: a bar if stderr is a terminal, else lines.
 
     Args:
         total: number of units.

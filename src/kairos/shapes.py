@@ -1,29 +1,20 @@
-"""Shapes and dtypes of tensors in signatures, such as ``Images``; the tests check each call against them.
+"""Shapes and dtypes of tensors in signatures, such as ``Images``.
 
-Dimensions with one name have one size within a call: the sizes of ``Images`` and ``Times`` of a function agree in
-``batch``.
+Tests check the calls of the modules that tests/checked_modules.py lists. Dimensions with one name have one size in a
+call: the sizes of ``Images`` and ``Times`` of a function agree in ``batch``. A type that one module alone uses
+is defined there.
 """
 
 from jaxtyping import Bool, Float, Int, Num, Shaped, UInt8
 from torch import Tensor
 
+# images
+
 Images = Float[Tensor, "batch channels height width"]
-"""x0, noise or noised images in model space."""
+"""Real numbers in the form of images: pixels in [-1, 1], latents, x0, noise or noised images."""
 
 EncodedImages = Float[Tensor, "batch latent_channels latent_height latent_width"]
-"""Images in model space, or moments of their latents, in a signature that also has images in pixel space."""
-
-AugmentationLabels = Float[Tensor, "batch labels"]
-"""Labels of augmentations that a network takes as a condition."""
-
-Matrices = Float[Tensor, "batch 2 2"]
-"""Linear maps of the plane."""
-
-Vectors = Float[Tensor, "batch 2"]
-"""Vectors of the plane."""
-
-Output = Float[Tensor, "batch output_channels height width"]
-"""Output of a network: the channels of x0, and those of a learned variance."""
+"""Latents, their moments, or x0, in a signature whose ``Images`` are pixels: the sizes differ."""
 
 Pixels = UInt8[Tensor, "batch channels height width"]
 """Images of uint8."""
@@ -31,17 +22,25 @@ Pixels = UInt8[Tensor, "batch channels height width"]
 ChannelsLastPixels = UInt8[Tensor, "batch height width channels"]
 """Images of uint8 with the channels last, as a data set stores them."""
 
+# one row per sample
+
+Rows = Shaped[Tensor, "batch ..."]
+"""One row per sample, of any type and shape, such as the values of a condition."""
+
+PerSample = Float[Tensor, "batch"]
+"""One real number per sample, such as a loss."""
+
+Integers = Int[Tensor, "batch"]
+"""One integer per sample, such as a class."""
+
+Flags = Bool[Tensor, "batch"]
+"""True or False for each sample."""
+
 Times = Num[Tensor, "batch"]
 """Times of the forward process: integers for discrete timesteps, else real numbers."""
 
-Counts = Num[Tensor, "batch"]
-"""A weight or count for each sample."""
-
-PerSample = Float[Tensor, "batch"]
-"""A value for each sample, such as a loss."""
-
-PerTimestep = Float[Tensor, "timesteps"]
-"""A value for each discrete timestep."""
+EncodedTexts = Float[Tensor, "batch *shape"]
+"""A vector, or a sequence of vectors, for each text."""
 
 Features = Float[Tensor, "batch features"]
 """Feature vectors of images."""
@@ -49,35 +48,39 @@ Features = Float[Tensor, "batch features"]
 Logits = Float[Tensor, "batch classes"]
 """Logits of the classes."""
 
-Classes = Int[Tensor, "batch"]
-"""The index of a class for each image."""
+# networks
 
-Selection = Bool[Tensor, "batch"]
-"""True for each selected image."""
+Inputs = Float[Tensor, "batch inputs height width"]
+"""Input of a network: the channels of x_t, and those of conditions that are images."""
 
-PerImage = Shaped[Tensor, "batch ..."]
-"""A tensor with a row for each image, such as a condition."""
+Output = Float[Tensor, "batch output_channels height width"]
+"""Output of a network: the channels of x0, and those of a learned variance."""
+
+VarianceChannels = Float[Tensor, "batch variance_channels height width"]
+"""Channels of a network's output that select the variance; none without a learned variance."""
 
 Tokens = Float[Tensor, "batch tokens hidden_width"]
 """Tokens of a transformer."""
 
-PackedTokens = Float[Tensor, "batch tokens packed_width"]
-"""Tokens, with queries, keys and values, or the pixels of a patch, one after another."""
+PatchPixels = Float[Tensor, "batch tokens pixel_values"]
+"""Pixels of each token's patch, row by row; the channels of a pixel are last."""
 
 Embedding = Float[Tensor, "batch hidden_width"]
-"""Embedding of the time and the conditions of each image."""
+"""Embedding of the time and the conditions of each sample."""
 
 FeatureMaps = Float[Tensor, "batch channels rows columns"]
 """Feature maps of a convolution."""
+
+# without a batch
 
 Scalar = Float[Tensor, ""]
 """One number."""
 
 Vector = Float[Tensor, "size"]
-"""Numbers without relation to the images of a batch."""
+"""A one-dimensional tensor without a batch axis, such as filter taps or a flattened gradient."""
 
-FilterBank = Float[Tensor, "channels 1 _ _"]
-"""A filter for each channel."""
+PerTimestep = Float[Tensor, "timesteps"]
+"""One real number per discrete timestep."""
 
 Bytes = UInt8[Tensor, "bytes"]
 """Memory that contains other tensors."""

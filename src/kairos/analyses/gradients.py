@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kairos.losses.settings import MseOptions
 from kairos.losses.terms import Prediction, SampleCoordinates, mse
-from kairos.shapes import Images, Output, PerImage, PerSample, Scalar, Times, Vector
+from kairos.shapes import Images, Output, PerSample, Rows, Scalar, Times, Vector
 from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
@@ -67,7 +67,7 @@ def compute_gradient_moments(
     x0: Images,
     levels: Sequence[tuple[float, float]],
     loss: Loss = lambda prediction: mse(MseOptions(), prediction),
-    conditions: Mapping[str, PerImage] | None = None,
+    conditions: Mapping[str, Rows] | None = None,
     metric: Sequence[Tensor] | None = None,
     seed: int = 0,
 ) -> GradientMoments:
@@ -163,7 +163,7 @@ def _predict(
     x0: Images,
     noise: Images,
     t: Times,
-    conditions: Mapping[str, PerImage] | None,
+    conditions: Mapping[str, Rows] | None,
     samples: SampleCoordinates,
 ) -> Prediction:
     """Add noise to images up to times t, and return the network's prediction with everything that loss functions read.
@@ -172,7 +172,7 @@ def _predict(
     """
     x_t = process.noised(x0, noise, t)
 
-    def predict(x_t: Images, more_conditions: dict[str, PerImage]) -> Output:
+    def predict(x_t: Images, more_conditions: dict[str, Rows]) -> Output:
         """Return the network's output at the times t for another x_t; `more_conditions` replace equal names."""
         output: Output = process.predict(model, x_t, t, {**(conditions or {}), **more_conditions})
         return output

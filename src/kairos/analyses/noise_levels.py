@@ -20,7 +20,7 @@ from kairos.increments import increments
 from kairos.losses.settings import VlbOptions
 from kairos.losses.terms import Prediction, vlb
 from kairos.milestones import Snapshot, open_milestone
-from kairos.shapes import Images, PerImage, PerSample
+from kairos.shapes import Images, PerSample, Rows
 from kairos.strategy_file import parse_strategy_csv
 from kairos.training import checkpoint
 from kairos_timesteps.diffusion.processes import Process
@@ -187,7 +187,7 @@ def _measure_levels(
 
 def _load_training_images(
     options: SnapshotOptions, snapshot: Snapshot, latents: Latents, count: int
-) -> tuple[Images, dict[str, PerImage]]:
+) -> tuple[Images, dict[str, Rows]]:
     """Return random training images in model space, drawn with replacement, and the conditions of the network.
 
     Both are (count, ...) and on the network's device. Conditions that the network lacks are left out.

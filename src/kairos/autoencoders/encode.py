@@ -19,7 +19,7 @@ from kairos.data.dataset import PreparedDataset, reduce_resolution
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
 from kairos.files import check_files, open_record, sha256_json, sync_to_disk, write_json
 from kairos.fingerprint import fingerprint
-from kairos.shapes import Images, PerImage
+from kairos.shapes import EncodedImages, Images
 from kairos.shards import AGAIN, Shard, in_order
 from kairos_timesteps.errors import ConfigError, KairosError
 
@@ -298,7 +298,7 @@ def _convert(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return values.astype(dtype, copy=False)
 
 
-def _moments(codec: Codec, images: Images, factor: int | None) -> dict[str, PerImage]:
+def _moments(codec: Codec, images: Images, factor: int | None) -> dict[str, EncodedImages]:
     """Return the arrays to store for images (n, C, H, W) by name, each (n, c, h, w), on the codec's device.
 
     They are ``mean``, and ``logvar`` if the autoencoder is stochastic. With a downsampling factor, ``low_mean`` is the

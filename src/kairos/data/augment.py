@@ -8,10 +8,17 @@ import functools
 import math
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from torch.nn import functional
 
-from kairos.shapes import AugmentationLabels, FilterBank, Images, Matrices, PerSample, Vector, Vectors
+from kairos.shapes import Images, PerSample, Vector
 from kairos_timesteps.randomness import Stream
+
+AugmentationLabels = Float[Tensor, "batch labels"]  # labels that the network takes as a condition
+Matrices = Float[Tensor, "batch 2 2"]  # linear map of each image
+Translations = Float[Tensor, "batch 2"]  # translation (x, y) of each image
+FilterBank = Float[Tensor, "channels 1 _ _"]  # a filter for each channel
 
 # low-pass filter of Daubechies' least asymmetric wavelet with six vanishing moments; downsampling with it inverts
 # upsampling with it
@@ -94,7 +101,7 @@ def _diagonal(x: PerSample, y: PerSample) -> Matrices:
     return torch.diag_embed(torch.stack([x, y], 1))
 
 
-def _warp(images: Images, linear: Matrices, shift: Vectors) -> Images:
+def _warp(images: Images, linear: Matrices, shift: Translations) -> Images:
     """Return affinely transformed images: position q of the result shows position ``linear (q - shift)`` of the image.
 
     Positions are in pixels from the centre. The images are resampled at twice their resolution, with filter `_SYM6`.

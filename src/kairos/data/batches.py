@@ -28,7 +28,7 @@ from kairos import conditions as conditioning
 from kairos.data.augment import augment_images
 from kairos.data.latents import Latents
 from kairos.data.random_order import random_order
-from kairos.shapes import Bytes, Images, PerImage
+from kairos.shapes import Bytes, Images, Integers, Rows
 from kairos_timesteps.randomness import Stream
 
 _PREFETCHED_STEPS = 2
@@ -51,8 +51,8 @@ class Batch:
     step: int
     sample_indices: range
     x0: Images
-    conditions: dict[str, PerImage]
-    visit: dict[str, PerImage]
+    conditions: dict[str, Rows]
+    visit: dict[str, Integers]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Batches:
         """Read the data of a step, see `_read`, into one buffer on the CPU, which is pinned if the device is CUDA."""
         return PackedTensors.pack(self._read(step), pin=self.device.type == "cuda")
 
-    def _read(self, step: int) -> list[dict[str, PerImage]]:
+    def _read(self, step: int) -> list[dict[str, Rows]]:
         """Read the data of a step on the CPU, and return three dictionaries: rows, conditions and visits.
 
         Rows are the result of `Latents.read_rows`, where each image is flipped with probability 1/2 if the latents can
@@ -152,7 +152,7 @@ class Batches:
         return {"item": items, "epoch": epochs, "items": np.full_like(items, train_count)}
 
     def _to_device(
-        self, step: int, rows: dict[str, PerImage], conditions: dict[str, PerImage], visit: dict[str, PerImage]
+        self, step: int, rows: dict[str, Rows], conditions: dict[str, Rows], visit: dict[str, Integers]
     ) -> Batch:
         """Return the batch of a step: x0 and conditions, computed from the data of `_read`, which are on the device.
 

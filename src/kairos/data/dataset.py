@@ -13,6 +13,8 @@ from kairos.files import open_record
 if TYPE_CHECKING:
     # imports pydantic and PIL, which training on latents does not need
     from kairos.data.linked_images import LinkedImages
+
+    # imports torch, which functions import where they compute
     from kairos.shapes import ChannelsLastPixels, Images
 
 

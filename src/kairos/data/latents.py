@@ -16,7 +16,7 @@ from kairos.data.arrays import ArrayFile, open_array
 from kairos.data.captions import EncodedCaptions, open_encoded_captions
 from kairos.data.dataset import PreparedDataset, open_dataset, reduce_resolution, to_float
 from kairos.files import open_record
-from kairos.shapes import Images, PerImage
+from kairos.shapes import Images, Rows
 from kairos_timesteps.errors import KairosError
 
 _MOST_MEASURED = 2000  # images that `Latents.measure_sigma_data` reads
@@ -100,7 +100,7 @@ class Latents:
         images = self.dataset.images if self.moments else _read_if_small(self.dataset.images)
         return replace(self, moments=moments, dataset=replace(self.dataset, conditions=conditions, images=images))
 
-    def read_rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, PerImage]:
+    def read_rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Rows]:
         """Read pixels or moments of some images, from which `compute_x0` computes x0.
 
         Pixels are flipped in memory. Moments of flipped images were encoded, and are read in place of the others.
@@ -124,7 +124,7 @@ class Latents:
             pixels = self.dataset.images[indices]  # a copy, also of images in memory
             pixels[flips] = pixels[flips, :, ::-1]  # axes: image, height, width, channel
             return {"pixels": torch.from_numpy(pixels)}
-        rows: dict[str, PerImage] = {}
+        rows: dict[str, Rows] = {}
         for name in ("mean", "logvar", "low_mean"):
             if name not in self.moments:
                 continue
@@ -135,7 +135,7 @@ class Latents:
             rows[name] = torch.from_numpy(moment)
         return rows
 
-    def compute_x0(self, rows: dict[str, PerImage], noise: Images | None = None) -> Images:
+    def compute_x0(self, rows: dict[str, Rows], noise: Images | None = None) -> Images:
         """Compute x0 in model space, (n, c, h, w), from pixels or moments, on their device.
 
         The result is float32 for pixels, and has the type of the moments otherwise.
@@ -154,7 +154,7 @@ class Latents:
                 z = torch.addcmul(z, std, noise)  # one kernel; rounds once less, so that the bits differ from the CPU's
         return self._in_model_space(z)
 
-    def compute_low_resolution(self, rows: dict[str, PerImage]) -> Images:
+    def compute_low_resolution(self, rows: dict[str, Rows]) -> Images:
         """Compute condition ``low_resolution`` in model space, float32 (n, c, h, w), from the result of `read_rows`.
 
         If latents of the images in low resolution were encoded, their means are used. Otherwise the resolution of the
@@ -183,7 +183,7 @@ class Latents:
 
     def load_conditions(
         self, indices: Any, flips: np.ndarray | None = None, caption_numbers: np.ndarray | None = None
-    ) -> dict[str, PerImage]:
+    ) -> dict[str, Rows]:
         """Load all conditions of some images by name, on the CPU, each with a row per image.
 
         Encoded captions are float32 (n, *shape) under ``text``.
@@ -200,7 +200,7 @@ class Latents:
 
     def load_stored_conditions(
         self, indices: Any, flips: np.ndarray | None = None, caption_numbers: np.ndarray | None = None
-    ) -> dict[str, PerImage]:
+    ) -> dict[str, Rows]:
         """Load all conditions except ``low_resolution``, which is computed from the images, by name.
 
         Conditions of kind ``image`` are flipped with the images. ``text`` is included if captions were encoded. See

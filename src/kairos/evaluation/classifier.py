@@ -20,14 +20,14 @@ from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.settings import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import atomic, sha256_file
 from kairos.progress import ProgressBar, log
-from kairos.shapes import Classes, Features, Logits, Pixels
+from kairos.shapes import Features, Integers, Logits, Pixels
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.optimizers import AdamW
 from kairos_timesteps.randomness import Stream, derived_seed
 
 WEIGHTS = "model.safetensors"
 BATCH = 256  # images classified at a time
-Task = Callable[[np.ndarray, int], tuple[Pixels, Classes]]  # images and classes by dataset indices and step
+Task = Callable[[np.ndarray, int], tuple[Pixels, Integers]]  # images and classes by dataset indices and step
 SMALLEST_SIDE = 4  # convolutions halve the image until it is no larger
 
 
@@ -78,7 +78,7 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
         )
     labels, classes = torch.from_numpy(dataset.labels), len(dataset.manifest["classes"])
 
-    def task(indices: np.ndarray, step: int) -> tuple[Pixels, Classes]:
+    def task(indices: np.ndarray, step: int) -> tuple[Pixels, Integers]:
         return load_pixels(dataset, indices), labels[indices]
 
     return train_on_task("classifier", options, dataset, classes=classes, task=task, folder=folder)
@@ -94,14 +94,14 @@ def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset,
         The classifier's manifest fields, see `train_on_task`.
     """
 
-    def task(indices: np.ndarray, step: int) -> tuple[Pixels, Classes]:
+    def task(indices: np.ndarray, step: int) -> tuple[Pixels, Integers]:
         quarters = Stream(options.seed, "selfsupervised turns").integers(step, 4, range(len(indices)))
         return rotate_images(load_pixels(dataset, indices), quarters), quarters
 
     return train_on_task("selfsupervised", options, dataset, classes=4, task=task, folder=folder)
 
 
-def rotate_images(images: Pixels, quarters: Classes) -> Pixels:
+def rotate_images(images: Pixels, quarters: Integers) -> Pixels:
     """Return square images (n, channels, h, w), each turned counterclockwise by its number of quarter turns (n,)."""
     rotated = [image.rot90(int(count), dims=(1, 2)) for image, count in zip(images, quarters)]
     return torch.stack(rotated)

@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Num
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kairos.data.arrays import ArrayFile, write_npy_header
 from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
-from kairos.shapes import Counts, Features
+from kairos.shapes import Features
+
+Weights = Num[Tensor, "batch"]  # how often each vector counts
 
 BATCH = 64  # images whose features are computed at a time
 Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]  # mean (d,) and covariance (d, d)
@@ -33,7 +37,7 @@ class MomentSums:
     def __init__(self) -> None:
         self.count = 0.0  # a sum of weights
 
-    def add(self, values: Features, weights: Counts | None = None) -> None:
+    def add(self, values: Features, weights: Weights | None = None) -> None:
         """Add vectors (n, d), on the CPU; vector i counts `weights[i]` times, or once without weights (n,)."""
         values = values.double()
         if not self.count:  # the first batch

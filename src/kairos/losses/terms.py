@@ -12,12 +12,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from torch.nn import functional
 
 from kairos.losses.settings import LossOptions, VbOptions
-from kairos.shapes import Images, Output, PerImage, PerSample, PerTimestep, Times
+from kairos.shapes import Images, Output, PerSample, PerTimestep, Rows, Times
 from kairos_timesteps.diffusion.processes import per_sample, shaped
 from kairos_timesteps.randomness import Stream
+
+PerCell = Float[Tensor, "cells"]  # one real number per cell; cells have equal fractions of the process
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Prediction:
     t: Times
     x_t: Images
     output: Output
-    predict: Callable[[Images, dict[str, PerImage]], Output] | None = field(default=None, repr=False)
+    predict: Callable[[Images, dict[str, Rows]], Output] | None = field(default=None, repr=False)
     coordinates: SampleCoordinates = SampleCoordinates(seed=0, step=0, sample_indices=range(0))
 
     @property
@@ -180,7 +184,7 @@ def _posterior(process: Any, device: torch.device) -> tuple[PerTimestep, PerTime
 
 
 @functools.lru_cache(maxsize=4)  # spares each step a copy to the device, which would synchronise
-def _vlb_weights(process: Any, device: torch.device) -> PerTimestep:
+def _vlb_weights(process: Any, device: torch.device) -> PerCell:
     """Return the VLB weight of the network's prediction by cell, float32 (cells,) on the device.
 
     Cells have equal fractions of the process; a discrete process has a cell per timestep.

@@ -4,16 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from kairos.shapes import FeatureMaps, Images, Output, PackedTokens, PerImage
+from kairos.shapes import EncodedTexts, Images, Inputs, Output, PatchPixels, Rows
 from kairos_timesteps.errors import KairosError
 
 Descriptions = dict[str, dict[str, Any]]
-
-Texts = Float[Tensor, "batch *shape"]  # encoded texts: a vector, or a sequence of vectors, for each image
-Inputs = Float[Tensor, "batch inputs height width"]  # channels of x0 and of conditions that are images
 
 
 class NullText(nn.Module):
@@ -52,7 +48,7 @@ class NullText(nn.Module):
         else:
             self.register_buffer("value", value)
 
-    def forward(self, values: Texts) -> Texts:
+    def forward(self, values: EncodedTexts) -> EncodedTexts:
         """Return the texts (batch, *shape) with each NaN replaced by the number at its position in the null value."""
         return torch.where(values.isnan(), self.value, values)
 
@@ -126,7 +122,7 @@ class Backbone(nn.Module):
             raise KairosError(f"the weights do not fit {type(self).__name__} as configured; {problem}")
         self.load_weights(loaded)
 
-    def with_image_conditions(self, x: Images, conditions: dict[str, PerImage]) -> Inputs:
+    def with_image_conditions(self, x: Images, conditions: dict[str, Rows]) -> Inputs:
         """Return x with the model's image conditions as further channels, (batch, inputs, height, width).
 
         The conditions are in the model's order and converted to the type of x; they have the height and width of x. A
@@ -148,7 +144,7 @@ class Backbone(nn.Module):
             raise KairosError(f"model.patch: got {patch} with x0 of {height}x{width}, allowed: a divisor of both sides")
         return height // patch, width // patch
 
-    def unpatchify(self, patches: PackedTokens, patch: int) -> Output:
+    def unpatchify(self, patches: PatchPixels, patch: int) -> Output:
         """Reshape patches (batch, tokens, patch * patch * outputs), row by row, to (batch, outputs, height, width).
 
         A patch contains its pixels row by row, and each pixel its channels.
@@ -184,7 +180,7 @@ def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> 
     return "; ".join(descriptions)
 
 
-def apply_padded(network: Callable[[FeatureMaps], Output], x: Images, factor: int) -> Output:
+def apply_padded(network: Callable[[Inputs], Output], x: Inputs, factor: int) -> Output:
     """Return the output of a network that needs sides divisible by `factor`, for images x of any size.
 
     The images (batch, channels, height, width) are padded by zeros, and the output, of equal sides, is cropped to the

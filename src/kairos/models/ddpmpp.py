@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from kairos.models.backbone import Backbone, Descriptions, apply_padded
 from kairos.models.layers import embed_time
 from kairos.models.settings import DdpmppOptions
-from kairos.shapes import Embedding, FeatureMaps, Images, Output, PerImage, Times
+from kairos.shapes import Embedding, FeatureMaps, Images, Inputs, Output, Rows, Times
 
-ScaledFeatureMaps = Float[Tensor, "batch output_channels scaled_rows scaled_columns"]
+BlockOutput = Float[Tensor, "batch output_channels scaled_rows scaled_columns"]  # other channels and sides
+Resampled = Float[Tensor, "batch channels scaled_rows scaled_columns"]  # other sides
 
 _SUM_SCALE = math.sqrt(0.5)  # keeps the variance of a sum of two branches
 
@@ -31,7 +32,7 @@ class ResidualBlock(nn.Module):
 
     Args:
         inputs, outputs: channels.
-        width: width of the time embedding.
+        width: width of the embedding of time and conditions.
         dropout: probability of dropout.
         attention: add attention after the block.
         scale: 0.5 or 2 to halve or double the sides first; 1 to keep them.
@@ -49,10 +50,10 @@ class ResidualBlock(nn.Module):
         if attention:
             self.qkv, self.proj = nn.Conv2d(outputs, 3 * outputs, 1), nn.Conv2d(outputs, outputs, 1)
 
-    def forward(self, x: FeatureMaps, embedding: Embedding) -> ScaledFeatureMaps:
+    def forward(self, x: FeatureMaps, embedding: Embedding) -> BlockOutput:
         """Return features (batch, outputs, h * scale, w * scale) of x (batch, inputs, h, w).
 
-        `embedding`, (batch, width), is the time embedding.
+        `embedding`, (batch, width), is the embedding of time and conditions.
         """
         h = self.conv0(self._resample(nn.functional.silu(self.norm0(x))))
         h = nn.functional.silu(self.norm1(h + self.affine(embedding)[..., None, None]))
@@ -62,10 +63,10 @@ class ResidualBlock(nn.Module):
         x = (self.conv1(self.dropout(h)) + shortcut) * _SUM_SCALE
         if self.norm2 is None:  # a block without attention
             return x
-        output: FeatureMaps = (x + self.proj(self._attend(self.norm2(x)))) * _SUM_SCALE
+        output: BlockOutput = (x + self.proj(self._attend(self.norm2(x)))) * _SUM_SCALE
         return output
 
-    def _resample(self, x: FeatureMaps) -> ScaledFeatureMaps:
+    def _resample(self, x: FeatureMaps) -> Resampled:
         """Return x with its sides scaled by `scale`: averages of 2 x 2 pixels, or each pixel as 2 x 2 equal ones."""
         if self.scale == 1:
             return x
@@ -188,7 +189,7 @@ class DDPMpp(Backbone):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def forward(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> Output:
+    def forward(self, x: Images, t: Times, conditions: dict[str, Rows]) -> Output:
         """Return the prediction, (batch, outputs, height, width); t is EDM's c_noise.
 
         Images are padded to sides that the levels can halve, and the output is cropped. `_embed` uses the conditions.
@@ -197,7 +198,7 @@ class DDPMpp(Backbone):
         inputs = self.with_image_conditions(x, conditions)
         return apply_padded(lambda padded: self._apply_unet(padded, embedding), inputs, self._factor)
 
-    def _embed(self, t: Times, conditions: dict[str, PerImage]) -> Embedding:
+    def _embed(self, t: Times, conditions: dict[str, Rows]) -> Embedding:
         """Return the embedding of times, classes and augmentation labels, (batch, 4 * channels).
 
         Without ``conditions["augment"]`` the augmentation labels are 0: not augmented. A network with classes needs
@@ -219,7 +220,7 @@ class DDPMpp(Backbone):
             embedding = nn.functional.silu(layer(embedding))
         return embedding
 
-    def _apply_unet(self, x: Images, embedding: Embedding) -> Output:
+    def _apply_unet(self, x: Inputs, embedding: Embedding) -> Output:
         """Return the prediction for x, whose sides the levels can halve, with the embedding of `_embed`."""
         skips = []  # outputs of the encoder's layers; the decoder uses the last one first
         for layer in self.enc.values():

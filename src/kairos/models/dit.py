@@ -5,21 +5,22 @@ blocks embeds time and label.
 """
 
 import torch
-from jaxtyping import Float32
+from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, NullText
 from kairos.models.layers import Attention, build_mlp, build_sequence, embed_time
 from kairos.models.settings import TransformerOptions
-from kairos.shapes import Embedding, Images, Output, PackedTokens, PerImage, Times, Tokens
+from kairos.shapes import Embedding, Images, Output, PatchPixels, Rows, Times, Tokens
 from kairos_timesteps.errors import KairosError
 
+Modulation = Float[Tensor, "batch hidden_width"]  # shift or scale of each sample's tokens
 Positions = Float32[Tensor, "patches hidden_width"]  # embedding of each patch's position
 
 _SINUSOIDS = 256  # sines and cosines that embed t: width of the embedding before its MLP
 
 
-def modulate(x: Tokens, shift: Embedding, scale: Embedding) -> Tokens:
+def modulate(x: Tokens, shift: Modulation, scale: Modulation) -> Tokens:
     """Return x (1 + scale) + shift: tokens x (batch, tokens, width), scaled and shifted by vectors (batch, width)."""
     return x * (1 + scale[:, None]) + shift[:, None]
 
@@ -61,13 +62,13 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(width, patch * patch * channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
-    def forward(self, x: Tokens, c: Embedding) -> PackedTokens:
+    def forward(self, x: Tokens, c: Embedding) -> PatchPixels:
         """Return the pixels of each token's patch, (batch, tokens, patch * patch * channels).
 
         x are tokens (batch, tokens, width), and c, (batch, width), is the embedding of t and conditions.
         """
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
-        pixels: PackedTokens = self.linear(modulate(self.norm_final(x), shift, scale))
+        pixels: PatchPixels = self.linear(modulate(self.norm_final(x), shift, scale))
         return pixels
 
 
@@ -143,7 +144,7 @@ class DiT(Backbone):
             renamed["y_embedder.null.value"] = renamed.pop("y_embedder.y_embedding")[0]  # from (1, width)
         return renamed
 
-    def embed(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> tuple[Tokens, Embedding]:
+    def embed(self, x: Images, t: Times, conditions: dict[str, Rows]) -> tuple[Tokens, Embedding]:
         """Return tokens of x, (batch, tokens, width), and the embedding of t and conditions, (batch, width).
 
         The tokens are embedded patches plus their positions. Classes are indices; the number of classes is the index of
@@ -162,7 +163,7 @@ class DiT(Backbone):
         """Return the image (batch, outputs, height, width) from the last block's tokens and the embedding c."""
         return self.unpatchify(self.final_layer(tokens, c), self.options.patch)
 
-    def forward(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> Output:
+    def forward(self, x: Images, t: Times, conditions: dict[str, Rows]) -> Output:
         """Return the prediction, (batch, outputs, height, width); `embed` describes the conditions."""
         tokens, c = self.embed(x, t, conditions)
         for block in self.blocks:

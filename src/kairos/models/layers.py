@@ -7,13 +7,14 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
-from kairos.shapes import PackedTokens, Times, Tokens
+from kairos.shapes import Times, Tokens
 
-TimeEmbedding = Float32[Tensor, "batch hidden_width"]
-AttentionBias = Float[Tensor, "*batch heads tokens tokens"]
+TimeSinusoids = Float32[Tensor, "batch sinusoids"]  # cosines and sines of the times, before any layer
+PackedQkv = Float[Tensor, "batch tokens qkv_width"]  # queries, keys and values of each token, in this order
+AttentionBias = Float[Tensor, "*optional_batch heads tokens tokens"]
 
 
-def embed_time(t: Times, width: int, shift: int = 0) -> TimeEmbedding:
+def embed_time(t: Times, width: int, shift: int = 0) -> TimeSinusoids:
     """Return the sinusoidal embedding of t, float32 (batch, width): cosines, then sines, at falling rates.
 
     Args:
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         """Return the attention output of tokens x, (batch, tokens, width)."""
         return self.attend_packed(self.qkv(x))
 
-    def attend_packed(self, qkv: PackedTokens, bias: AttentionBias | None = None) -> Tokens:
+    def attend_packed(self, qkv: PackedQkv, bias: AttentionBias | None = None) -> Tokens:
         """Return the attention output after the output projection, (batch, tokens, width).
 
         Args:

@@ -6,19 +6,18 @@ Parameters have the names of the published checkpoints.
 import math
 
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from kairos.models.backbone import Descriptions
 from kairos.models.dit import AdaLNBlock, DiT, initialise
 from kairos.models.layers import Attention
 from kairos.models.settings import MDTOptions
-from kairos.shapes import Embedding, Images, Output, PerImage, Times, Tokens
+from kairos.shapes import Embedding, Images, Output, Rows, Times, Tokens
 
-OffsetRows = Int[Tensor, "*batch tokens tokens"]  # row of the bias table for each pair of tokens
-PatchPairs = Int64[Tensor, "patches patches"]  # an integer for each pair of patches
+OffsetRows = Int64[Tensor, "*optional_batch tokens tokens"]  # row of the bias table for each pair of tokens
 Scores = Float[Tensor, "batch height width"]  # uniform numbers that select the visible patches
-Patches = Int64[Tensor, "batch visible"]  # indices of an image's visible patches
+VisiblePatches = Int64[Tensor, "batch visible"]  # indices of each image's visible patches, ascending
 
 _UNUSED_OFFSETS = 3  # rows at the end of the published bias tables that no pair of patches uses
 
@@ -61,7 +60,7 @@ class MDT(DiT):
         KairosError: patches do not divide the size.
     """
 
-    _offset_rows: PatchPairs  # rows of the bias tables
+    _offset_rows: OffsetRows  # rows of the bias tables
 
     def __init__(self, options: MDTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         _, height, width = shape
@@ -86,7 +85,7 @@ class MDT(DiT):
         """Return a published file's weights without the constant index of every block."""
         return {name: value for name, value in weights.items() if not name.endswith("relative_position_index")}
 
-    def forward(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> Output:
+    def forward(self, x: Images, t: Times, conditions: dict[str, Rows]) -> Output:
         """Return the prediction, (batch, outputs, height, width); ``conditions["mask"]`` hides patches, see `MDT`.
 
         Without a mask, the side block and the mask token are not used. In training their gradients are then 0.
@@ -108,7 +107,7 @@ class MDT(DiT):
             tokens = block(tokens, c, self._offset_rows)
         return self.to_image(tokens, c)
 
-    def _encode_visible(self, blocks: list[nn.Module], tokens: Tokens, c: Embedding, visible: Patches) -> Tokens:
+    def _encode_visible(self, blocks: list[nn.Module], tokens: Tokens, c: Embedding, visible: VisiblePatches) -> Tokens:
         """Return tokens of all patches, in the shape of `tokens`, from the encoder's blocks and the side block.
 
         The blocks process only the patches with indices `visible`, (batch, n). The decoder's positions are added. Then
@@ -130,7 +129,7 @@ class MDT(DiT):
         side_tokens = self.sideblocks[0](tokens, c, self._offset_rows)
         return torch.where(is_hidden, side_tokens, tokens)
 
-    def _visible_patches(self, scores: Scores) -> Patches:
+    def _visible_patches(self, scores: Scores) -> VisiblePatches:
         """Return ascending indices of the visible patches with the smallest scores, int64 (batch, visible patches).
 
         The scores are uniform random numbers, (batch, height, width); a patch has the score of its first pixel. The
@@ -143,7 +142,7 @@ class MDT(DiT):
         return visible.sort(1).values
 
 
-def _pairwise_offsets(rows: int, columns: int) -> PatchPairs:
+def _pairwise_offsets(rows: int, columns: int) -> OffsetRows:
     """Return the row of the bias table for each pair of patches of a grid, int64 (patches, patches).
 
     The row depends on the offset between the two patches alone: there are 2 rows - 1 vertical and 2 columns - 1

@@ -10,7 +10,7 @@ from kairos.models.backbone import Backbone, Descriptions, apply_padded
 from kairos.models.settings import UNetOptions
 from kairos.models.unet_names import to_diffusers_names
 from kairos.quick_imports import without_pipeline_packages
-from kairos.shapes import FeatureMaps, Images, Output, PerImage, Times
+from kairos.shapes import Images, Inputs, Output, Rows, Times
 from kairos_timesteps.errors import KairosError
 
 with without_pipeline_packages():
@@ -105,7 +105,7 @@ class UNet(Backbone):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> Output:
+    def forward(self, x: Images, t: Times, conditions: dict[str, Rows]) -> Output:
         """Return the prediction, (batch, outputs, height, width).
 
         Images are padded to sides that the levels can halve, and the output is cropped. ``conditions["class"]``
@@ -113,7 +113,7 @@ class UNet(Backbone):
         """
         labels = conditions.get("class")
 
-        def apply_unet(padded: FeatureMaps) -> Output:
+        def apply_unet(padded: Inputs) -> Output:
             output: Output = self.unet(padded, t, class_labels=labels, return_dict=False)[0]
             return output
 

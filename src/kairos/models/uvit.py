@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kairos.models.backbone import Backbone, Descriptions, NullText
 from kairos.models.layers import Attention, PlainBlock, build_sequence, embed_time, initialise_normal
 from kairos.models.settings import UViTOptions
-from kairos.shapes import Images, Output, PerImage, Times
+from kairos.shapes import Images, Output, Rows, Times
 
 
 class UViT(Backbone):
@@ -66,7 +66,7 @@ class UViT(Backbone):
         no_class = torch.zeros_like(table[:1])
         return weights | {"label_emb.weight": torch.cat([table, no_class])}
 
-    def forward(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> Output:
+    def forward(self, x: Images, t: Times, conditions: dict[str, Rows]) -> Output:
         """Return the prediction, (batch, outputs, height, width).
 
         Classes are indices; the number of classes is the index of no class. NaN in a text is replaced by the null

@@ -11,7 +11,7 @@ from torch import nn
 from kairos.models.backbone import Backbone, Descriptions
 from kairos.models.layers import Attention, PlainBlock, build_sequence, initialise_normal
 from kairos.models.settings import ViTOptions
-from kairos.shapes import Images, Output, PerImage, Times, Tokens
+from kairos.shapes import Images, Output, Rows, Times, Tokens
 
 
 class BeitAttention(Attention):
@@ -68,7 +68,7 @@ class ViT(Backbone):
                 block.get_parameter(last_layer).div_(math.sqrt(2 * depth))
         self.linear_projection.weight *= 0.001
 
-    def forward(self, x: Images, t: Times, conditions: dict[str, PerImage]) -> Output:
+    def forward(self, x: Images, t: Times, conditions: dict[str, Rows]) -> Output:
         """Return the prediction, (batch, outputs, height, width).
 
         t is rounded to the nearest row of the time table. Classes are indices; the number of classes is the index of no

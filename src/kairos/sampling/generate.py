@@ -16,7 +16,7 @@ import torch
 from kairos import compute
 from kairos.conditions import nulls
 from kairos.sampling.time_grids import GridPoint
-from kairos.shapes import Images, Output, PerImage, PerSample, Times
+from kairos.shapes import Images, Output, PerSample, Rows, Times, VarianceChannels
 from kairos_timesteps.diffusion.processes import shaped
 from kairos_timesteps.randomness import Stream
 
@@ -90,7 +90,7 @@ class Guidance:
 
 
 def build_guided_predictor(
-    process: Any, model: Any, conditions: dict[str, PerImage], descriptions: dict[str, Any], guidance: Guidance
+    process: Any, model: Any, conditions: dict[str, Rows], descriptions: dict[str, Any], guidance: Guidance
 ) -> Predictor:
     """Return the prediction function of a batch with classifier-free guidance (Ho and Salimans 2022).
 
@@ -152,7 +152,7 @@ class DataPrediction:
         """Return x0 (batch, channels, height, width) predicted at `point` from x in the coordinates of the grid."""
         return self.with_variance_channels(x, point)[0]
 
-    def with_variance_channels(self, x: Images, point: GridPoint) -> tuple[Images, Output]:
+    def with_variance_channels(self, x: Images, point: GridPoint) -> tuple[Images, VarianceChannels]:
         """Return x0 predicted at `point`, and the output's channels of a learned variance.
 
         Without a learned variance the second tensor has 0 channels. Both are in the dtype of x, which is in the

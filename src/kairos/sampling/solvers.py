@@ -22,7 +22,7 @@ import numpy as np
 from kairos.sampling.generate import DataPrediction, NoiseSource
 from kairos.sampling.settings import DdimOptions, DdpmOptions, EulerOptions, OdeOptions
 from kairos.sampling.time_grids import GridPoint, grid_points_at, times_of_noise_levels
-from kairos.shapes import Images, Output
+from kairos.shapes import Images, VarianceChannels
 
 
 def ddpm(
@@ -50,7 +50,7 @@ def ddpm(
     return x
 
 
-def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_channels: Output) -> Any:
+def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_channels: VarianceChannels) -> Any:
     """Return the variance of a reverse step of DDPM: a number, or for ``learned_range`` a tensor in the shape of x.
 
     It is the variance of x in the coordinates of the grid. ``fixed_small`` is the variance of q(x_s | x_t, x0).

@@ -13,7 +13,7 @@ import jinja2
 import numpy as np
 
 from kairos import slurm
-from kairos.files import glance
+from kairos.files import glance, list_names
 from kairos.progress import duration
 from kairos.report import formatting
 from kairos.status.run_outputs import RunOutputs, summarise_stages
@@ -21,7 +21,6 @@ from kairos.status.run_progress import (
     STATES,
     RunLogs,
     RunProgress,
-    list_names,
     list_run_progress,
     load_outline,
     read_last_line,

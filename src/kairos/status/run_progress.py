@@ -311,14 +311,6 @@ def find_first_snapshot(folder: Path) -> Path | None:
     return next((record for record in records if record.exists()), None)
 
 
-def list_names(folder: Path) -> list[str]:
-    """Return the names of the files and folders in a folder, sorted; empty if the folder is missing or is a file."""
-    try:
-        return sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def _find_note(state: str, progress: ProgressRecord, job: Job | None, logs: tuple[str, ...]) -> str:
     """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add.
 

@@ -5,8 +5,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from kairos.files import read_json
-from kairos.status.run_progress import Outline, RunProgress, is_locked, list_names
+from kairos.files import list_names, read_json
+from kairos.status.run_progress import Outline, RunProgress, is_locked
 
 _ACTIVE = ("running", "starting", "queued")
 _DEVICE_TYPES = {"auto": ("cpu", "cuda")}  # device types that a setting may select

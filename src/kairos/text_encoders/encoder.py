@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from kairos.files import read_json, sha256_file, sha256_json
 from kairos.pretrained import find_network_folder
+from kairos.shapes import EncodedTexts
 from kairos.text_encoders.settings import FILES, TOKENIZERS, WEIGHTS, TextEncoderConfig
 from kairos_timesteps.errors import ConfigError, KairosError
-
-EncodedTexts = Float[Tensor, "batch *shape"]  # a vector, or a sequence of vectors, for each text
 
 _CLIP = ("clip", "clip_text_model")  # model_type of CLIP, and of its text model alone
 _FORMER_CLIP_END = 2  # wrong end-of-text token in configurations of early CLIP models, which transformers handles

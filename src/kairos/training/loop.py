@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kairos import ranks
 from kairos.data.batches import Batch
 from kairos.losses.terms import Prediction, SampleCoordinates
-from kairos.shapes import Images, Output, PerImage, PerSample, Scalar, Times
+from kairos.shapes import Images, Output, PerSample, Rows, Scalar, Times
 from kairos.training.lengths import log_interval
 from kairos.training.state import MicroBatch, TrainingState
 from kairos_timesteps import Draw, distributed
@@ -121,9 +121,7 @@ def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Dr
     return draw, strategy.couple(draw, noise)
 
 
-def _forward_backward(
-    training: TrainingState, draw: Draw, noise: Images, conditions: dict[str, PerImage]
-) -> StepResult:
+def _forward_backward(training: TrainingState, draw: Draw, noise: Images, conditions: dict[str, Rows]) -> StepResult:
     """Run the forward and backward passes of this rank's micro-batches, and return their joined, detached results.
 
     The result contains all samples of this rank. The caller has cleared the gradients. Afterwards the parameters have
@@ -174,7 +172,7 @@ def _join_results(training: TrainingState, draw: Draw, noise: Images, results: l
 
 
 def _forward_backward_micro_batch(
-    training: TrainingState, micro_batch: MicroBatch, draw: Draw, noise: Images, conditions: dict[str, PerImage]
+    training: TrainingState, micro_batch: MicroBatch, draw: Draw, noise: Images, conditions: dict[str, Rows]
 ) -> StepResult:
     """Run forward and backward pass of one micro-batch, and return detached results.
 
@@ -268,7 +266,7 @@ def predict_and_compute_losses(
     x0: Images,
     noise: Images,
     t: Times,
-    conditions: dict[str, PerImage],
+    conditions: dict[str, Rows],
 ) -> tuple[Prediction, dict[str, PerSample]]:
     """Return a network's prediction for noised images, and the loss terms by name, each (batch,).
 
@@ -285,7 +283,7 @@ def predict_and_compute_losses(
     """
 
     # some loss terms evaluate the network again, at another x_t or with further conditions
-    def predict(x_t: Images, more_conditions: dict[str, PerImage]) -> Output:
+    def predict(x_t: Images, more_conditions: dict[str, Rows]) -> Output:
         with training.autocast():
             output: Output = training.process.predict(network, x_t, t, {**conditions, **more_conditions})
         return output

@@ -366,7 +366,7 @@ class RunFolder:
         self._metrics_size = 0
         self._metrics_digest = hashlib.sha256()
         write_text(self.timing, _lines_up_to(step, self.timing))
-        for path in (self.state / "checkpoints").glob("*.ckpt"):
+        for path in self._checkpoints():
             if int(path.stem) > step:
                 path.unlink()
         if step == 0:
