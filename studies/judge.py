@@ -7,6 +7,7 @@
     python studies/judge.py second --page --figure studies/results/second.png  # Markdown, and a figure
     python studies/judge.py second --table studies/results/{second,third}.csv  # both rounds
     python studies/judge.py rates --table studies/results/{second,third,rates}.csv --rates
+    python studies/judge.py final --table studies/results/tuned_final.csv --profile studies/results/tuned_profile.png
 
 Time is counted in passes of samples through the network, as the strategies report them (`Sampler.cost`). A backward
 pass counts as two forward passes. The unit is a step of uniform. Methods are compared at the time of uniform's last
@@ -203,6 +204,27 @@ def log_speedups(method_rows: pd.DataFrame, other: pd.DataFrame, metric: str, en
     return speedup.where(speedup >= 0, slowdown)
 
 
+def times_to_target(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return the time of each method to uniform's final value, relative to the fastest method in the setting.
+
+    A row is a method and a column a setting; settings without the metric are left out. The time is the median over
+    seeds, and infinite if half of the seeds do not reach the value that uniform has with the same seed. `rows` are the
+    result of `read_round`. Performance profiles show these times (Dahl et al. 2023, AlgoPerf).
+    """
+    times: dict[str, dict[str, float]] = {}
+    for setting, iterated_metric, rows_by_method, end_time, _ in iterate_metrics(rows):
+        if iterated_metric != metric:
+            continue
+        targets = log_values_at(rows_by_method["uniform"], metric, end_time)
+        medians = {}
+        for method, method_rows in rows_by_method.items():
+            log_times = log_times_to_reach(method_rows, metric, targets).fillna(math.inf)
+            medians[method] = math.exp(log_times.median())
+        fastest = min(medians.values())
+        times[setting] = {method: median / fastest for method, median in medians.items()}
+    return pd.DataFrame(times)
+
+
 def goal(rows: pd.DataFrame, method: str) -> pd.DataFrame:
     """Compare a method with the best fixed method and with uniform: value at equal time, speed to their final values.
 
@@ -321,6 +343,9 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="print the table in Markdown")
     parser.add_argument("--figure", type=Path, help="draw the table into this file")
     parser.add_argument("--rates", action="store_true", help="print ratios to uniform by learning rate, in Markdown")
+    parser.add_argument(
+        "--profile", type=Path, help="print times to uniform's values, and draw their profile into a file"
+    )
     arguments = parser.parse_args()
     if (arguments.power or arguments.goal) and (arguments.page or arguments.figure):
         parser.error("--page and --figure show the table, not --power or --goal")
@@ -347,6 +372,11 @@ def main() -> None:
         rows.to_csv(arguments.out, index=False, float_format="%.6g", lineterminator="\n")
     if arguments.rates:
         print(page.of_rates(rates(rows)))
+        return
+    if arguments.profile:
+        times = {metric: times_to_target(rows, metric) for metric in METRICS}
+        page.draw_profile(times, arguments.profile)
+        print(page.of_times(times))
         return
     if arguments.power:
         evaluation = power(rows, arguments.seeds, arguments.comparisons)

@@ -46,6 +46,45 @@ def of_rates(ratios: dict[str, pd.DataFrame]) -> str:
     return _markdown(tables)
 
 
+def of_times(times: dict[str, pd.DataFrame]) -> str:
+    """Return a Markdown table per metric of times relative to the fastest method, with a column per setting.
+
+    `times` are results of ``judge.times_to_target`` by metric. Methods have the order of their geometric mean.
+    """
+    tables = {}
+    for metric, times_of_metric in times.items():
+        order = np.log(times_of_metric).mean(axis=1).sort_values(kind="stable").index
+        tables[metric] = times_of_metric.loc[order].map(lambda ratio: "never" if math.isinf(ratio) else f"{ratio:.2f}")
+    return _markdown(tables)
+
+
+def draw_profile(times: dict[str, pd.DataFrame], path: Path) -> None:
+    """Write performance profiles, a panel per metric, to the file `path`.
+
+    A curve is the share of settings in which a method reaches uniform's final value within tau times the fastest
+    method's time. The curves end at the largest finite time. `times` are results of ``times_to_target`` by metric.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.6 * len(times), 3.2), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(times), sharey=True, squeeze=False)[0]
+    for axes, (metric, times_of_metric) in zip(panels, times.items()):
+        values = times_of_metric.to_numpy()
+        largest = max(values[np.isfinite(values)].max(initial=1), 1.1)
+        for number, (method, method_times) in enumerate(times_of_metric.iterrows()):
+            finite = sorted(time for time in method_times if math.isfinite(time))
+            taus = [1, *finite, largest]
+            reached = np.arange(len(finite) + 1) / len(method_times)  # after each of the finite times
+            shares = [*reached, reached[-1]]
+            style = ("-", "--", ":")[number // 10]
+            axes.step(taus, shares, where="post", label=method, color=f"C{number % 10}", ls=style, lw=1.5)
+        axes.set(xscale="log", title=metric, xlabel="tau")
+        axes.tick_params(labelsize=7)
+    panels[0].set_ylabel("share of settings")
+    panels[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.savefig(path)
+
+
 def mean_ratios(judged: pd.DataFrame) -> "pd.Series[float]":
     """Return the geometric mean over settings of each method's ratio to uniform, by method, the lowest first."""
     log_ratios = np.log(judged["ratio"])

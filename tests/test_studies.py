@@ -93,6 +93,19 @@ def test_page_and_figure_show_every_method_in_order_of_its_distance(tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
+def test_a_profile_shows_in_how_many_settings_a_method_is_as_fast_as_the_fastest(tmp_path):
+    # values are inversely proportional to time: a factor f reaches uniform's value after f times its time
+    first = curves({"uniform": (1, 1), "min_snr": (0.5, 1), "p2": (2, 1)})
+    second = curves({"uniform": (1, 1), "min_snr": (0.8, 1), "p2": (0.4, 1)})
+    times = judge.times_to_target(pd.concat([first, second.assign(setting="t")]), "distance")
+    assert times["s"].to_dict() == pytest.approx({"uniform": 2, "min_snr": 1, "p2": math.inf})
+    assert times["t"].to_dict() == pytest.approx({"uniform": 2.5, "min_snr": 2, "p2": 1})
+    page.draw_profile({"distance": times}, tmp_path / "profile.png")
+    assert (tmp_path / "profile.png").stat().st_size > 1000
+    first_row = page.of_times({"distance": times}).splitlines()[2]
+    assert first_row == "| min_snr | 1.00 | 2.00 |"
+
+
 def test_power_pools_the_standard_deviations_of_the_methods():
     rows = curves({"uniform": (1, 1), **{f"m{k}": (0.9, 1) for k in range(40)}}, 10, 0.1)
     row = judge.power(rows, 8, 27).set_index("metric").loc["distance"]
