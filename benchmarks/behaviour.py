@@ -95,7 +95,7 @@ def trained(name: str, process: str, **options) -> list:
     return [*values, table, strategy.state_dict(), *sampled]
 
 
-def of_library() -> dict[str, str]:
+def hash_library() -> dict[str, str]:
     """Return the hash of the outputs of each strategy and preset, by name; a rejected strategy has the error's name."""
     hashes = {}
     names = strategies()
@@ -121,7 +121,7 @@ def of_library() -> dict[str, str]:
     return hashes
 
 
-def of_results(results: Path) -> dict[str, str]:
+def hash_results(results: Path) -> dict[str, str]:
     """Return hashes of a finished experiment: components of training runs, array files, samples, and metrics.
 
     Keys are paths relative to the folder of results; the name of a component follows the path of its training run.
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
-    record = {"library": of_library(), "results": of_results(arguments.results) if arguments.results else {}}
+    record = {"library": hash_library(), "results": hash_results(arguments.results) if arguments.results else {}}
     if arguments.what == "record":
         arguments.file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         print(f"{arguments.file}: {len(record['library'])} hashes of the library, {len(record['results'])} of results")

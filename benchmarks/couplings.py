@@ -80,7 +80,7 @@ def main() -> None:
     median = {name: statistics.median(times_of_rounds[1:]) for name, times_of_rounds in times.items()}
     size = sum(parameter.numel() for parameter in network.parameters())
     how = (
-        f"median of {arguments.rounds} turns, batch {arguments.batch} of 3x32x32, step: DiT of {size / 1e6:.1f} M "
+        f"median of {arguments.rounds} rounds, batch {arguments.batch} of 3x32x32, step: DiT of {size / 1e6:.1f} M "
         f"parameters, 1 thread, torch {torch.__version__}, {device.type} {platform.machine()}"
     )
     rows = [

@@ -34,8 +34,8 @@ from result_file import write_rows
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the digits as latents are the tests'
 
+from credit_estimators import Array, Estimator, FrozenRun, measure_all
 from credit_features import agreement, correlation, feature_vectors
-from credit_ways import Array, Moment, Way, ways
 
 from kairos import compute
 from kairos.config import load
@@ -74,30 +74,30 @@ def configured(path: Path, schedule: str) -> tuple[dict[str, Any], Path]:
     return plain, Path("results") / experiment.experiment / "latents"
 
 
-def split_half(way: Way, n: int, measurements: Array) -> float:
+def split_half(estimator: Estimator, n: int, measurements: Array) -> float:
     """Return the correlation of the estimates of the two halves, over groups of about n measurements each.
 
     Estimates by bins are centred over the bins. The result is 0 if the estimates of a half are all 0. `measurements`
     are indices.
     """
     groups = np.array_split(measurements, max(1, round(len(measurements) / n)))
-    estimates = np.array([way.estimate(group) for group in groups])  # (groups, 2, components)
-    if way.profile:
+    estimates = np.array([estimator.estimate(group) for group in groups])  # (groups, 2, components)
+    if estimator.profile:
         estimates = estimates - estimates.mean(-1, keepdims=True)
     first, second = estimates[:, 0], estimates[:, 1]
     scale = np.sqrt((first**2).sum() * (second**2).sum())
     return float((first * second).sum() / scale) if scale > 0 else 0.0
 
 
-def with_error(way: Way, n: int) -> tuple[float, float]:
+def with_error(estimator: Estimator, n: int) -> tuple[float, float]:
     """Return the result of `split_half` for all measurements and its standard error, by a jackknife over blocks."""
-    measurements = np.arange(way.count)
-    blocks = min(BLOCKS, way.count)
-    without_block = [split_half(way, n, measurements[measurements % blocks != block]) for block in range(blocks)]
-    return split_half(way, n, measurements), float(np.std(without_block) * (blocks - 1) ** 0.5)
+    measurements = np.arange(estimator.count)
+    blocks = min(BLOCKS, estimator.count)
+    without_block = [split_half(estimator, n, measurements[measurements % blocks != block]) for block in range(blocks)]
+    return split_half(estimator, n, measurements), float(np.std(without_block) * (blocks - 1) ** 0.5)
 
 
-def rows_of(moment: Moment, schedule: str, count: int) -> list[dict[str, Any]]:
+def rows_of(frozen: FrozenRun, schedule: str, count: int) -> list[dict[str, Any]]:
     """Return the table rows of all estimators at one step of a training run, one for each n, see `summaries`.
 
     The columns `TRUTHS` are empty, except at the largest n of estimators of the target's reduction.
@@ -105,28 +105,28 @@ def rows_of(moment: Moment, schedule: str, count: int) -> list[dict[str, Any]]:
     rows = []
     profiles = {}  # estimate from all measurements, by name
     comparable = {}  # number of measurements of the estimators of the target's reduction, by name
-    for way in ways(moment, count):
-        if way.profile and "rms" not in way.name:
-            comparable[way.name] = way.count
-        profiles[way.name] = way.estimate(np.arange(way.count)).mean(0)
+    for estimator in measure_all(frozen, count):
+        if estimator.profile and "rms" not in estimator.name:
+            comparable[estimator.name] = estimator.count
+        profiles[estimator.name] = estimator.estimate(np.arange(estimator.count)).mean(0)
         # the two components of a policy gradient are correlated: a single pair of estimates would give only a sign
-        group_sizes = {1, 10, way.count} if way.profile else {1, min(10, way.count // 2)}
+        group_sizes = {1, 10, estimator.count} if estimator.profile else {1, min(10, estimator.count // 2)}
         for n in sorted(group_sizes):
-            if n < way.least:
+            if n < estimator.least:
                 continue
-            value, error = with_error(way, n)
+            value, error = with_error(estimator, n)
             rows.append(
                 {
-                    "schedule": schedule, "step": moment.training.step, "way": way.name, "n": n,
+                    "schedule": schedule, "step": frozen.training.step, "estimator": estimator.name, "n": n,
                     "correlation": value, "standard_error": error,
-                    "forwards_per_measurement": way.cost,
+                    "forwards_per_measurement": estimator.cost,
                     **dict.fromkeys(TRUTHS, ""),
                 }
             )  # fmt: skip
     for row in rows:
-        if row["way"] in comparable and row["n"] == comparable[row["way"]]:
+        if row["estimator"] in comparable and row["n"] == comparable[row["estimator"]]:
             for column, name in TRUTHS.items():
-                row[column] = correlation(profiles[row["way"]], profiles[name])
+                row[column] = correlation(profiles[row["estimator"]], profiles[name])
     return rows
 
 
@@ -136,22 +136,24 @@ def summaries(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Standard errors are combined. The last row of an estimator has the cost of a correlation of 0.5, see `cost_of_half`.
     """
     means = []
-    for key in dict.fromkeys((row["schedule"], row["way"], row["n"]) for row in rows):  # distinct, in order
-        group = [row for row in rows if (row["schedule"], row["way"], row["n"]) == key]
+    for key in dict.fromkeys((row["schedule"], row["estimator"], row["n"]) for row in rows):  # distinct, in order
+        group = [row for row in rows if (row["schedule"], row["estimator"], row["n"]) == key]
         value = float(np.mean([row["correlation"] for row in group]))
         error = float(np.sqrt(np.sum([row["standard_error"] ** 2 for row in group])) / len(group))
         means.append(
             {
-                "schedule": key[0], "step": "mean", "way": key[1], "n": key[2],
+                "schedule": key[0], "step": "mean", "estimator": key[1], "n": key[2],
                 "correlation": value, "standard_error": error,
                 "forwards_per_measurement": group[0]["forwards_per_measurement"],
                 **{name: float(np.mean([r[name] for r in group])) if group[0][name] != "" else "" for name in TRUTHS},
             }
         )  # fmt: skip
     for row in means:
-        rows_of_way = [other for other in means if (other["schedule"], other["way"]) == (row["schedule"], row["way"])]
-        is_last = row is rows_of_way[-1]
-        row["forwards_for_half"] = cost_of_half(rows_of_way) if is_last else ""
+        rows_of_estimator = [
+            other for other in means if (other["schedule"], other["estimator"]) == (row["schedule"], row["estimator"])
+        ]
+        is_last = row is rows_of_estimator[-1]
+        row["forwards_for_half"] = cost_of_half(rows_of_estimator) if is_last else ""
     return means
 
 
@@ -188,13 +190,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, help="an experiment file; default: scikit-learn's digits")
     parser.add_argument("--schedules", nargs="*", default=["linear", "cosine"])
-    parser.add_argument("--moments", nargs="*", type=int, default=[100, 300, 900], help="steps of training")
-    parser.add_argument("--measurements", type=int, default=45, help="per way and moment")
+    parser.add_argument("--steps", nargs="*", type=int, default=[100, 300, 900], help="steps of training")
+    parser.add_argument("--measurements", type=int, default=45, help="per estimator and step")
     parser.add_argument("--quick", action="store_true", help="a test run: one schedule, little of everything")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.schedules, arguments.moments, arguments.measurements = ["linear"], [10, 20], 10
+        arguments.schedules, arguments.steps, arguments.measurements = ["linear"], [10, 20], 10
     device = compute.setup(1, "auto" if arguments.config else "cpu")
     begun = time.perf_counter()
     rows: list[dict[str, Any]] = []
@@ -207,21 +209,21 @@ def main() -> None:
             else:
                 plain, latents = digits(Path(folder), schedule)
             training = TrainingState(read_run_settings(plain, "uniform", 0), open_latents(latents), device)
-            for until in sorted(arguments.moments):
+            for until in sorted(arguments.steps):
                 for _ in train(training, until):
                     pass
-                moment = Moment(training)
-                rows += rows_of(moment, schedule, arguments.measurements)
-                agreement_rows = agreement(feature_vectors(moment, steps), min(20, steps // 3), 3, 1 / moment.size)
+                frozen = FrozenRun(training)
+                rows += rows_of(frozen, schedule, arguments.measurements)
+                agreement_rows = agreement(feature_vectors(frozen, steps), min(20, steps // 3), 3, 1 / frozen.size)
                 features += [{"schedule": schedule, "step": until, **row} for row in agreement_rows]
                 print(f"{schedule}, step {until}: {time.perf_counter() - begun:.0f} s", flush=True)
     means = summaries(rows)
     for schedule in arguments.schedules:
-        print(f"\n{schedule}: correlation of two halves (± standard error), mean over steps {arguments.moments}")
-        header = f"{'way':<50} {'cost':>5} {'n = 1':>14} {'n = 10':>14} {'all (n)':>20}"
+        print(f"\n{schedule}: correlation of two halves (± standard error), mean over steps {arguments.steps}")
+        header = f"{'estimator':<50} {'cost':>5} {'n = 1':>14} {'n = 10':>14} {'all (n)':>20}"
         print(f"{header} {'for 0.5':>7} {'1st':>5} {'regr':>5}")
-        for name in dict.fromkeys(row["way"] for row in means):
-            matching = [row for row in means if (row["schedule"], row["way"]) == (schedule, name)]
+        for name in dict.fromkeys(row["estimator"] for row in means):
+            matching = [row for row in means if (row["schedule"], row["estimator"]) == (schedule, name)]
             last = matching[-1]
             cells = {r["n"]: f"{r['correlation']:.3f} ± {r['standard_error']:.3f}" for r in matching}
             every = f"{cells[last['n']]} ({last['n']})" if last["n"] > 10 else ""
@@ -240,11 +242,11 @@ def main() -> None:
             print(f"{name:<50} {cells[0]:>5} {cells[1]:>12} {cells[2]:>13} {cells[3]:>8} {cells[4]:>11}")
     print(f"{time.perf_counter() - begun:.0f} s")
     if arguments.out:
-        options = f"--moments {' '.join(map(str, arguments.moments))} --measurements {arguments.measurements}"
+        options = f"--steps {' '.join(map(str, arguments.steps))} --measurements {arguments.measurements}"
         options += f" --config {arguments.config}" if arguments.config else ""
         how = (
             f"python benchmarks/credit.py {options}: batch "
-            f"{moment.size}, T {moment.schedule.timesteps}, {sum(p.numel() for p in moment.network.parameters())} "
+            f"{frozen.size}, T {frozen.schedule.timesteps}, {sum(p.numel() for p in frozen.network.parameters())} "
             f"parameters, torch {torch.__version__}, {device.type}, 1 thread"
         )
         write(arguments.out, how, [*means, *rows])

@@ -371,12 +371,12 @@ def main() -> None:
     if arguments.out:
         rows.to_csv(arguments.out, index=False, float_format="%.6g", lineterminator="\n")
     if arguments.rates:
-        print(page.of_rates(rates(rows)))
+        print(page.format_rates(rates(rows)))
         return
     if arguments.profile:
         times = {metric: times_to_target(rows, metric) for metric in METRICS}
         page.draw_profile(times, arguments.profile)
-        print(page.of_times(times))
+        print(page.format_times(times))
         return
     if arguments.power:
         evaluation = power(rows, arguments.seeds, arguments.comparisons)
@@ -387,7 +387,7 @@ def main() -> None:
     if arguments.figure:
         page.draw(evaluation, arguments.figure, METRICS[:2], LEVEL)
     if arguments.page:
-        print(page.of_ratios(evaluation))
+        print(page.format_ratios(evaluation))
         return
     with pd.option_context("display.width", 200, "display.max_rows", None, "display.max_columns", None):
         print(evaluation.to_string(index=False, float_format=lambda value: f"{value:.4g}"))

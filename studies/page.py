@@ -11,7 +11,7 @@ import pandas as pd
 SHOWN = 4  # the axis ends at 4 times uniform's value, and at a fourth of it
 
 
-def of_ratios(judged: pd.DataFrame) -> str:
+def format_ratios(judged: pd.DataFrame) -> str:
     """Return a Markdown table per metric, with a row per method and a column per setting, the best method first.
 
     A cell contains the ratio to uniform at equal time, its interval and the corrected p, see `_cell`. `judged` is the
@@ -29,7 +29,7 @@ def of_ratios(judged: pd.DataFrame) -> str:
     return _markdown(tables)
 
 
-def of_rates(ratios: dict[str, pd.DataFrame]) -> str:
+def format_rates(ratios: dict[str, pd.DataFrame]) -> str:
     """Return a Markdown table per metric, with a row per method and a column per setting.
 
     A cell contains the ratios to uniform at all learning rates of the setting, separated by commas. `ratios` is the
@@ -46,7 +46,7 @@ def of_rates(ratios: dict[str, pd.DataFrame]) -> str:
     return _markdown(tables)
 
 
-def of_times(times: dict[str, pd.DataFrame]) -> str:
+def format_times(times: dict[str, pd.DataFrame]) -> str:
     """Return a Markdown table per metric of times relative to the fastest method, with a column per setting.
 
     `times` are results of ``judge.times_to_target`` by metric. Methods have the order of their geometric mean.

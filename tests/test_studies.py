@@ -81,7 +81,7 @@ def test_page_and_figure_show_every_method_in_order_of_its_distance(tmp_path):
     rows = curves({"uniform": (1, 1), "p2": (1.5, 1), "min_snr": (0.8, 1)}, 4, 1e-3)
     shorter = rows[(rows["setting"] == "s") & ((rows["method"] != "p2") | (rows["step"] < 800))].assign(setting="other")
     table = judge.table(pd.concat([rows, shorter]))
-    lines = page.of_ratios(table).splitlines()
+    lines = page.format_ratios(table).splitlines()
     assert lines[0] == "| distance | other | s |" and [line.split()[1] for line in lines[2:5]] == [
         "min_snr",
         "uniform",
@@ -102,7 +102,7 @@ def test_a_profile_shows_in_how_many_settings_a_method_is_as_fast_as_the_fastest
     assert times["t"].to_dict() == pytest.approx({"uniform": 2.5, "min_snr": 2, "p2": 1})
     page.draw_profile({"distance": times}, tmp_path / "profile.png")
     assert (tmp_path / "profile.png").stat().st_size > 1000
-    first_row = page.of_times({"distance": times}).splitlines()[2]
+    first_row = page.format_times({"distance": times}).splitlines()[2]
     assert first_row == "| min_snr | 1.00 | 2.00 |"
 
 
@@ -288,8 +288,8 @@ def read_rounds(*names):
 @pytest.mark.long
 def test_the_readme_contains_the_tables_of_the_rounds():
     text = "".join((STUDIES / name).read_text(encoding="utf-8") for name in ("README.md", "rejected.md"))
-    assert page.of_ratios(judge.table(read_rounds("second", "third"))) in text
-    assert page.of_rates(judge.rates(read_rounds("second", "third", "rates"))) in text
+    assert page.format_ratios(judge.table(read_rounds("second", "third"))) in text
+    assert page.format_rates(judge.rates(read_rounds("second", "third", "rates"))) in text
 
 
 @pytest.mark.parametrize(
@@ -313,6 +313,6 @@ def test_bad_arguments_are_rejected_without_a_traceback(monkeypatch, capsys, arg
 def test_values_by_learning_rate_are_relative_to_uniform_at_its_learning_rate():
     full_rate = curves({"uniform": (1, 1), "min_snr": (0.8, 1), "p2": (0.8, 1)}, 2)
     half_rate = curves({"uniform": (0.9, 1), "min_snr": (1.2, 1)}, 1).assign(setting="s_lr0.5")
-    lines = page.of_rates(judge.rates(pd.concat([full_rate, half_rate], ignore_index=True))).splitlines()
+    lines = page.format_rates(judge.rates(pd.concat([full_rate, half_rate], ignore_index=True))).splitlines()
     assert lines[0] == "| distance | s at 0.5, 1 |" and len(lines) == 3 * 4 + 2
     assert lines[2:4] == ["| min_snr | 1.200, 0.800 |", "| uniform | 0.900, 1.000 |"]

@@ -79,8 +79,8 @@ class Trainer:
             t = self.timesteps(x0, **context)
         else:
             draw = self.strategy.draw(x0, **context)
-            t = self.time.of_trainer(draw.t)
-        process, at = self.time.process, self.time.of_process(t)
+            t = self.time.to_trainer(draw.t)
+        process, at = self.time.process, self.time.to_process(t)
         noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(self.batches))
         output = process.predict(self.network, process.noised(x0, noise, at), at)
         errors = factor * (output - process.target(x0, noise, at)).square().mean((1, 2, 3))
@@ -623,7 +623,7 @@ def test_validations_have_equal_even_times_and_change_nothing(process, time):
         seen.append(validation(plain, batches=10)[0])
         assert equal_bits(plain.state, other.state)
     assert equal_bits(seen[0], seen[1]) and equal_bits(seen[0], seen[2])
-    fractions = plain.timesteps.time.process.fractions(plain.timesteps.time.of_process(seen[0]))
+    fractions = plain.timesteps.time.process.fractions(plain.timesteps.time.to_process(seen[0]))
     counts = torch.histc(fractions, bins=8, min=0, max=1)
     assert counts.sum() == 50 and counts.min() >= 4 and counts.max() <= 9
 
@@ -868,7 +868,7 @@ def test_a_measurement_calls_the_network_as_the_trainer_does(mask):
                     t = timesteps(x0, conditions={"text": text[half]})
                 else:
                     draws.append(strategy.draw(x0))
-                    t = time.of_trainer(draws[-1].t)
+                    t = time.to_trainer(draws[-1].t)
                 x_t = CONVENTIONS["data_is_one"](x0, noise, t.view(-1, 1, 1, 1))
                 errors = (network(x_t, t, text[half])["sample"] - (x0 - noise)).square().mean((1, 2, 3))
                 loss = timesteps.loss(errors, mask=mask) if attached else strategy.loss(draws[-1], errors, mask)

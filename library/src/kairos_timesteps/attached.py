@@ -206,7 +206,7 @@ class Attached:
         if self._evaluating:
             t = self._validation_times(x0, **arguments)
             self._dimensions = t.ndim
-            return self.time.of_trainer(t)
+            return self.time.to_trainer(t)
         self._demand_hooks()
         self._check_other_optimizer()
         self._finish_step()
@@ -214,7 +214,7 @@ class Attached:
             self._report(arguments)
         self._evaluated = 0
         self._draw, self._conditions = self.strategy.draw(x0, **arguments), conditions
-        return self.time.of_trainer(self._draw.t)
+        return self.time.to_trainer(self._draw.t)
 
     def loss(self, errors: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return the mean of weighting x `weights` x error over the samples of the last draw: call ``backward`` on it.
@@ -596,7 +596,7 @@ def _process_with_predict(predict: Callable[..., Tensor] | None, time: TimeConve
     def predict_at_trainer_time(
         _: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        output = predict(x_t, time.of_trainer(t), **(conditions or {}))
+        output = predict(x_t, time.to_trainer(t), **(conditions or {}))
         return sign * getattr(output, "sample", output)
 
     process.predict = predict_at_trainer_time

@@ -29,7 +29,9 @@ class TimeConvention:
     def __init__(self, process: Process, name: str | None = None):
         self.process, allowed = process, self.allowed(process)
         users = {**_USERS, "index": "timestep, 0 is data"} if isinstance(process, Discrete) else _USERS
-        described = ", ".join(f"{each} ({users[each]})" if each in users else each for each in allowed)
+        described = ", ".join(
+            f"{convention} ({users[convention]})" if convention in users else convention for convention in allowed
+        )
         self.name = allowed[0] if name is None and len(allowed) == 1 else str(name)
         demand(self.name in allowed, f"time of process {type(process).__name__}", repr(name), described)
 
@@ -48,10 +50,10 @@ class TimeConvention:
             return ("index",)
         if isinstance(process, Edm):
             return ("sigma",)
-        of_scheduler = isinstance(process, Flow) and process.time_scale > 1
-        return ("noise_is_one", "data_is_one", *(("index",) if of_scheduler else ()))
+        is_from_scheduler = isinstance(process, Flow) and process.time_scale > 1
+        return ("noise_is_one", "data_is_one", *(("index",) if is_from_scheduler else ()))
 
-    def of_trainer(self, t: Tensor) -> Tensor:
+    def to_trainer(self, t: Tensor) -> Tensor:
         """Convert times of the process to the trainer's: an int64 index, or float32."""
         if self.name != "index":
             return (1 - t if self.name == "data_is_one" else t).float()
@@ -59,7 +61,7 @@ class TimeConvention:
             return t
         return (self.count - 1 - (self.process.fractions(t) * self.count).long()).clamp(0, self.count - 1)
 
-    def of_process(self, t: Tensor) -> Tensor:
+    def to_process(self, t: Tensor) -> Tensor:
         """Convert the trainer's times to times of the process: float64, or int64 timesteps of a discrete process."""
         if self.name != "index":
             return 1 - t.double() if self.name == "data_is_one" else t.double()
@@ -73,13 +75,13 @@ class TimeConvention:
         if self.name == "index":
             t = (t * self.count).long()
             shown = f"{int(t)} of {self.count}"
-        signal, noise = (float(each) for each in self.process.coefficients(self.of_process(t)))
+        signal, noise = (float(coefficient) for coefficient in self.process.coefficients(self.to_process(t)))
         level = 2 * math.log(signal / noise)
         return f"t = {shown} ({self.name}) is x_t = {signal:.3g} x0 + {noise:.3g} noise, ln SNR {level:.3g}"
 
     def angles(self, t: Tensor) -> Tensor:
         """Return atan(noise/signal) of the process at the trainer's t, float64 (batch,)."""
-        signal, noise = self.process.coefficients(self.of_process(t))
+        signal, noise = self.process.coefficients(self.to_process(t))
         return torch.atan2(noise, signal).double()
 
     def check(self, x0: Tensor, noise: Tensor, x_t: Tensor, t: Tensor, tolerance: float = 0.01) -> None:

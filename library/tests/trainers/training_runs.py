@@ -134,12 +134,12 @@ def explicit(
     convention = TimeConvention(as_process(process), time)
     called = copy.copy(convention.process)
     if predict:
-        called.predict = lambda _, x_t, t, given=None: predict(x_t, convention.of_trainer(t), **(given or {}))
+        called.predict = lambda _, x_t, t, given=None: predict(x_t, convention.to_trainer(t), **(given or {}))
     strategy, run, draws, given = quicken(Strategy(name, called)), Run(), [], []
     for number, x0 in enumerate(batches):
         draws.append(strategy.draw(x0))
         given.append(conditions(number))
-        run.t.append(convention.of_trainer(draws[-1].t))
+        run.t.append(convention.to_trainer(draws[-1].t))
         loss = strategy.loss(draws[-1], errors(number, x0, run.t[-1]))
         run.losses.append(loss.detach())
         (loss / accumulate).backward()
