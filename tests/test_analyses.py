@@ -128,7 +128,7 @@ def test_estimates_of_gradient_moments_are_unbiased():
 @pytest.mark.parametrize("name", PROCESSES)
 def test_noise_levels_cover_their_range_without_gaps(name):
     process = as_process(name)
-    levels = log_snr_levels(process, 6, -5, 4)
+    levels = log_snr_levels(process, 6, -5.0, 4.0)
     for facts, (low, high) in levels:
         ends = np.log(process.schedule.snr)[[round(low * 1000 - 0.5), round(high * 1000 - 0.5)]]
         assert facts["log_snr"] == pytest.approx(ends.mean(), abs=0.1)

@@ -14,7 +14,8 @@ from PIL import Image
 from kairos.autoencoders.codec import Codec, check_image_size, load_codec
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.train_or_load import make_autoencoder, psnr
-from kairos.data.dataset import open_dataset, to_uint8
+from kairos.data.dataset import open_dataset
+from kairos.data.pixels import to_uint8
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.files import DamagedError

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from kairos.cli import main
-from kairos.data.dataset import open_dataset, to_uint8
+from kairos.data.dataset import open_dataset
 from kairos.data.decode import read_image, to_pixels
+from kairos.data.pixels import to_uint8
 from kairos.data.prepare import prepare, write_dataset
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import open_source

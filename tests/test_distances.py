@@ -11,7 +11,7 @@ import torch
 
 from kairos.evaluation import metrics, validation
 from kairos.evaluation.measurements import ImageStatistics, MomentSums, Spool, measure
-from kairos.evaluation.metrics import Comparison
+from kairos.evaluation.metrics import Comparison, RealStatistics
 from kairos.evaluation.settings import (
     MEASUREMENTS,
     METRICS,
@@ -88,11 +88,14 @@ def test_the_inception_score_equals_that_of_torch_fidelity():
     """The splits equal those of ADM's evaluator: 5,000 images each in order, the last one with the rest."""
     from torch_fidelity.metric_isc import isc_features_to_metric
 
+    (options,) = metrics_with_options(["isc"])
+    comparison = Comparison("fid", RealStatistics({}), (options,))
+
     def isc(logits):
         spool = Spool()
         for batch in logits.split(997):
             spool.add(batch)
-        return metrics.isc(None, ImageStatistics(len(logits), {}, logits=spool.rows()), None)["isc"]
+        return metrics.isc(options, ImageStatistics(len(logits), {}, logits=spool.rows()), comparison)["isc"]
 
     logits = 3 * gaussian_features(0.0, 1.0, 50_000, 10).float()
     expected = isc_features_to_metric(logits, splits=10, shuffle=False)["inception_score_mean"]

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from kairos.autoencoders.codec import load_codec
+from kairos.autoencoders.codec import Codec, load_codec
 from kairos.autoencoders.encode import encode
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.train_or_load import make_autoencoder
 from kairos.config import validate
 from kairos.data import resumable_arrays
-from kairos.data.dataset import open_dataset, to_float
+from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
+from kairos.data.pixels import to_float
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.shards import Shard
@@ -132,19 +133,16 @@ def _encode_until_killed(results, name, batch_size=16, last_call=9, save_seconds
     codec = load_codec(results / "autoencoder")
     dataset = open_dataset(results / "dataset")
 
-    class DyingCodec:
-        manifest, calls = codec.manifest, 0
-
-        def __init__(self):
-            self.device = torch.device(device)
+    class DyingCodec(Codec):
+        calls = 0
 
         def encode(self, images):
-            self.calls += 1
-            if self.calls == last_call:
+            DyingCodec.calls += 1
+            if DyingCodec.calls == last_call:
                 os.kill(os.getpid(), signal.SIGKILL)
             return codec.encode(images)
 
-    encode(dataset, DyingCodec(), results / name, True, batch_size)
+    encode(dataset, DyingCodec(codec.manifest, torch.device(device)), results / name, True, batch_size)
 
 
 def test_a_killed_encode_resumes_with_equal_bits(results, latents, capsys):
@@ -188,11 +186,15 @@ def test_a_progress_record_without_contents_is_not_used(results, latents, capsys
     assert "resumes" not in capsys.readouterr().err
 
 
-class CodecOnDevice:
+class CodecOnDevice(Codec):
     """Codec that computes on the CPU and reports another device, such as a GPU."""
 
     def __init__(self, codec, device):
-        self.manifest, self.encode, self.device = codec.manifest, codec.encode, torch.device(device)
+        super().__init__(codec.manifest, torch.device(device))
+        vars(self)["codec"] = codec  # the class is frozen
+
+    def encode(self, images):
+        return self.codec.encode(images)
 
 
 def test_a_partial_encode_of_a_gpu_is_not_resumed_on_a_cpu(results, latents, capsys):
@@ -358,16 +360,14 @@ def test_latents_beyond_the_range_of_float16_are_rejected(results):
     codec = load_codec(results / "autoencoder")
     real_encode = codec.encode
 
-    class LargeCodec:
-        manifest, device = codec.manifest, codec.device
-
+    class LargeCodec(Codec):
         def encode(self, images):
             mean, logvar = real_encode(images)
             return mean * 1e6, logvar
 
     dataset = open_dataset(results / "dataset")
     with pytest.raises(KairosError, match=r"autoencoder\.dtype: float16 holds values up to 65504.*set float32"):
-        encode(dataset, LargeCodec(), results / "large", False, 16, dtype="float16")
+        encode(dataset, LargeCodec(codec.manifest, codec.device), results / "large", False, 16, dtype="float16")
     with pytest.raises(KairosError):
         open_latents(results / "large")
 

@@ -13,7 +13,7 @@ from kairos_timesteps.errors import ConfigError
 
 def test_published_boundaries_of_the_linear_schedule():
     schedule = make_schedule("linear")
-    for r, tau in ((5, 398.18), (20, 544.70), (100, 676.30)):
+    for r, tau in ((5.0, 398.18), (20.0, 544.70), (100.0, 676.30)):
         result = increments("vp", schedule, r=r)
         assert result.deceleration == 220
         assert result.convergence == pytest.approx(tau, abs=0.005)
@@ -93,7 +93,7 @@ def test_table_8_equals_numerical_derivatives(process):
 
 
 def test_areas_of_other_schedules_follow_their_formulas():
-    cosine = increments("vp", make_schedule("cosine"), r=5)
+    cosine = increments("vp", make_schedule("cosine"), r=5.0)
     assert cosine.deceleration == pytest.approx((0.5 * 1.008 - 0.008) * 1000, abs=1)  # alpha-bar = cos² falls fastest
     start = np.cos(0.008 / 1.008 * np.pi / 2) ** 2
     end = 1.008 * 2 / np.pi * np.arccos(np.sqrt(start / 5)) - 0.008
@@ -161,7 +161,7 @@ def main():
 @pytest.mark.parametrize("process", PROCESSES)
 def test_command_prints_columns_and_boundaries(main, process, capsys):
     line = ["strategies", "increments", "--process", process, "--timesteps", "200", "--r", "20"]
-    result = increments(process, make_schedule("linear", 200), 200, 20)
+    result = increments(process, make_schedule("linear", 200), 200, 20.0)
     assert main([*line, "--format", "csv"]) == 0
     header, *rows = (row.split(",") for row in capsys.readouterr().out.splitlines())
     columns = result.columns()

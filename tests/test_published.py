@@ -133,7 +133,7 @@ def test_accelerations_have_an_interval_over_seeds(folder):
     (acceleration,) = published_numbers.compute_accelerations(results)
     assert (acceleration.method, acceleration.baseline) == ("speed", "uniform")
     assert acceleration.published == pytest.approx(
-        highest_cost_ratio(*(np.array(x) for x in ([100, 200], [100, 50], [100, 200], [60, 25])))
+        highest_cost_ratio(*(np.array(x, float) for x in ([100, 200], [100, 50], [100, 200], [60, 25])))
     )
     steps = np.array([100.0, 200.0, 400.0])
     curves = {

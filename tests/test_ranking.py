@@ -87,17 +87,17 @@ def test_real_differences_are_detected():
 
 @pytest.mark.parametrize(("seeds", "first_rank", "may_be_best"), [(5, 1, True), (5, 2, False), (4, 1, False)])
 def test_a_method_may_be_best_if_five_seeds_rank_no_method_above_it(seeds, first_rank, may_be_best):
-    empty = np.zeros(1)
-    curve = ranking.Curve(empty, empty, empty, empty, empty, empty, empty, empty)
+    empty, empty_by_seed = np.zeros(1), np.zeros((1, 1))
+    curve = ranking.Curve(empty, empty, empty, empty, empty, empty, empty_by_seed, empty_by_seed)
     row = ranking.MethodComparison("uniform", curve, seeds, first_rank, 3, None, {}, None, None)
     assert row.may_be_best is may_be_best
 
 
 def test_the_cost_of_reaching_a_value_is_interpolated():
     steps, values = np.array([0.0, 10, 20]), np.array([100.0, 50, 60])
-    assert ranking.crossing_cost(steps, values, 75) == 5
-    assert np.isnan(ranking.crossing_cost(steps, values, 49))
-    assert ranking.crossing_cost(steps, values, 100) == 0
+    assert ranking.crossing_cost(steps, values, 75.0) == 5
+    assert np.isnan(ranking.crossing_cost(steps, values, 49.0))
+    assert ranking.crossing_cost(steps, values, 100.0) == 0
 
 
 def test_a_factor_of_training_time_needs_a_clock_in_every_seed():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -433,7 +434,7 @@ def test_guidance_extrapolates_from_the_null_condition(process_name):
 
 def test_balanced_classes_repeat_in_order():
     description = {"class": {"kind": "class", "num_classes": 3}}
-    assert load_conditions(["class"], description, None)(range(4, 9))["class"].tolist() == [1, 2, 0, 1, 2]
+    assert load_conditions(["class"], description, Path("absent"))(range(4, 9))["class"].tolist() == [1, 2, 0, 1, 2]
 
 
 def test_small_images_are_enlarged_in_the_image_grid(tmp_path):

@@ -16,15 +16,17 @@ from kairos.conditions import nulls
 from kairos.config import validate
 from kairos.costs.dataset_size import find_dataset_size
 from kairos.data.batches import Batches
-from kairos.data.dataset import open_dataset, reduce_resolution
+from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
+from kairos.data.pixels import reduce_resolution
 from kairos.data.prepare import prepare
 from kairos.evaluation.evaluate import pair_with_real_images
 from kairos.evaluation.measurements import ImageStatistics
-from kairos.evaluation.metrics import psnr
+from kairos.evaluation.metrics import Comparison, RealStatistics, psnr
+from kairos.evaluation.settings import metrics_with_options
 from kairos.files import read_json
 from kairos.sampling.conditions import load_conditions, select_condition_sources
-from kairos.sampling.samples_file import SamplesFile, open_samples, write_samples
+from kairos.sampling.samples_file import open_samples, write_samples
 from kairos.shards import Shard
 from kairos_timesteps.errors import ConfigError, KairosError
 from test_data import folder_config, write_images
@@ -170,7 +172,7 @@ def test_a_class_with_image_conditions_is_the_class_of_their_image(tmp_path):
     assert alone["class"].tolist() == [0, 1, 2] * 3
 
 
-def test_psnr_compares_samples_with_the_images_of_their_conditions(encoded):
+def test_psnr_compares_samples_with_the_images_of_their_conditions(encoded, tmp_path):
     latents = open_latents(encoded / "pixels")
     kinds = {"low_resolution": latents.condition_kinds["low_resolution"]}
     true = latents.dataset.images[select_condition_sources(latents, range(100), kinds)]
@@ -179,9 +181,13 @@ def test_psnr_compares_samples_with_the_images_of_their_conditions(encoded):
     inexact[1::2] = np.where(inexact[1::2] < 128, inexact[1::2] + 9, inexact[1::2] - 9)
     expected = [10 * np.log10(255**2 / 9), 10 * np.log10(255**2 / 81)]
 
+    (options,) = metrics_with_options(["psnr"])
+    comparison = Comparison("fid", RealStatistics({}), (options,))
+
     def compute_psnr(images, indices, protocol):
-        pairs = pair_with_real_images(SamplesFile(images, protocol, {}), indices, latents, kinds)
-        return psnr(None, ImageStatistics(len(indices), {}, pairs=pairs), None)["psnr"]
+        write_samples(tmp_path / "samples.npz", images, protocol)
+        pairs = pair_with_real_images(open_samples(tmp_path / "samples.npz"), indices, latents, kinds)
+        return psnr(options, ImageStatistics(len(indices), {}, pairs=pairs), comparison)["psnr"]
 
     images, protocol = inexact.astype(np.uint8), {"labels": "balanced", "seed": 0}
     assert compute_psnr(images, range(100), protocol) == pytest.approx(np.mean(expected))

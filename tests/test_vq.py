@@ -15,8 +15,9 @@ from kairos.autoencoders.train_or_load import make_autoencoder, psnr
 from kairos.cli import main
 from kairos.config import validate
 from kairos.costs.dataset_size import find_dataset_size
-from kairos.data.dataset import open_dataset, to_uint8
+from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
+from kairos.data.pixels import to_uint8
 from kairos.data.prepare import prepare
 from kairos.sampling.samples_file import open_samples
 from kairos_timesteps.errors import ConfigError

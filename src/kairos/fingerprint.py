@@ -38,7 +38,7 @@ _PACKAGES = (_PIPELINE, _LIBRARY)
 # these modules select code and values, or store and show results; they compute nothing
 _LEFT_OUT = (
     *(f"kairos.{name}" for name in ("config", "progress", "resource_usage", "cli", "files", "section")),
-    *(f"kairos.{name}" for name in ("components", "library_components", "shapes", "quick_imports")),
+    *(f"kairos.{name}" for name in ("components", "library_components", "quick_imports", "shapes", "array_shapes")),
     *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.run_folder", "training.checkpoint")),
     *(f"kairos.{name}" for name in ("training.job", "training.launch", "training.provenance")),
     *(f"kairos_timesteps.{name}" for name in ("registry", "options", "errors", "components")),

@@ -2,8 +2,8 @@
 
 The increment of a forward process x_t = s_t x0 + s_t sigma_t noise is delta_t = x_{t+1} - x_t. Its variance grows at an
 increasing rate (acceleration), then at a decreasing rate (deceleration), and finally hardly at all (convergence).
-Times are as in the paper: x_0 is the image and x_T pure noise; x_t is timestep t - 1 of kairos. This module needs
-numpy only.
+Times are as in the paper: x_0 is the image and x_T pure noise; x_t is timestep t - 1 of kairos. This module imports
+neither torch nor scipy.
 
 Differences from the paper, and points that the paper leaves open:
 
@@ -28,30 +28,36 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float, Shaped
 
-from kairos_timesteps.diffusion.schedule import Array, NoiseSchedule, linear_coefficients, tau_of_magnitude
+from kairos_timesteps.diffusion.schedule import NoiseSchedule, linear_coefficients, tau_of_magnitude
 from kairos_timesteps.errors import ConfigError
 
 PROCESSES = ("vp", "ve", "edm", "flow")
 AREAS = ("acceleration", "steady", "deceleration", "convergence")
+
+Values = Float[np.ndarray, "*shape"]
+PerIncrement = Float[np.ndarray, "increments"]
+PerLevel = Float[np.ndarray, "levels"]
+Areas = Shaped[np.ndarray, "increments"]
 
 
 @dataclass(frozen=True)
 class Ingredients:
     """Quantities of table 8 at times t: scale s, sigma², and their derivatives by t, float64 with the shape of t."""
 
-    s: Array
-    sigma2: Array
-    s_dot: Array
-    sigma2_dot: Array
+    s: Values
+    sigma2: Values
+    s_dot: Values
+    sigma2_dot: Values
 
-    def variance_dot(self) -> Array:
+    def variance_dot(self) -> Values:
         """Return the derivative by t of 2 s² sigma², the noise variances at both ends of a small step, shape of t."""
-        return 2 * (self.s**2 * self.sigma2_dot + 2 * self.s * self.s_dot * self.sigma2)
+        derivative: Values = 2 * (self.s**2 * self.sigma2_dot + 2 * self.s * self.s_dot * self.sigma2)
+        return derivative
 
 
-def table_8(process: str, t: Array, beta_0: float = 0.0, slope: float = 0.0) -> Ingredients:
+def table_8(process: str, t: Values, beta_0: float = 0.0, slope: float = 0.0) -> Ingredients:
     """Return scale s, sigma² and their derivatives by t, the quantities of table 8, for a process at times t.
 
     Args:
@@ -103,25 +109,25 @@ class Increments:
     """
 
     process: str
-    t: Array
-    s: Array
-    sigma: Array
-    mean: Array
-    variance: Array
-    own_variance: Array
-    mean_squared_bound: Array
-    variance_bound: Array
-    change: Array
-    magnitude: Array
+    t: PerIncrement
+    s: PerIncrement
+    sigma: PerIncrement
+    mean: PerIncrement
+    variance: PerIncrement
+    own_variance: PerIncrement
+    mean_squared_bound: PerIncrement
+    variance_bound: PerIncrement
+    change: PerIncrement
+    magnitude: PerIncrement
     r: float
     deceleration: float | None
     convergence: float | None
 
-    def columns(self) -> dict[str, Array]:
+    def columns(self) -> dict[str, PerIncrement]:
         """Return the attributes that are arrays, by name and in their order; each (T,)."""
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
-    def area(self) -> NDArray[np.str_]:
+    def area(self) -> Areas:
         """Return the area of every increment, a name in `AREAS`, (T,).
 
         The area is ``convergence`` where the magnitude exceeds r. Elsewhere it is ``acceleration`` before time
@@ -201,13 +207,13 @@ class _Levels(NamedTuple):
     beyond its end.
     """
 
-    t: Array
-    s: Array
-    sigma: Array
-    mean_squared_bound: Array
-    variance_bound: Array
-    change: Array
-    magnitude: Array
+    t: PerLevel
+    s: PerLevel
+    sigma: PerLevel
+    mean_squared_bound: PerLevel
+    variance_bound: PerLevel
+    change: PerLevel
+    magnitude: PerLevel
     convergence: float
 
 

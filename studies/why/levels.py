@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from kairos.autoencoders.codec import Codec, load_codec
-from kairos.data.dataset import to_uint8
 from kairos.data.latents import Latents, open_latents
+from kairos.data.pixels import to_uint8
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.files import list_by_step
 from kairos.milestones import Snapshot, open_milestone

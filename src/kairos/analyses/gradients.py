@@ -11,17 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kairos.losses.settings import MseOptions
 from kairos.losses.terms import Prediction, SampleCoordinates, mse
 from kairos.shapes import Images, Output, PerSample, Rows, Scalar, Times, Vector
 from kairos_timesteps.diffusion.processes import Process
-from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.validation import evaluating
 
 Loss = Callable[[Prediction], PerSample]  # computes the loss of each sample, (batch,)
+
+PerLevel = Float[np.ndarray, "levels"]
+LevelLosses = Float[np.ndarray, "levels samples"]
+LevelProducts = Float[np.ndarray, "levels levels"]
 
 
 @dataclass(frozen=True)
@@ -37,22 +41,22 @@ class GradientMoments:
             may be negative by chance.
     """
 
-    losses: Array
-    variance: Array
-    products: Array
+    losses: LevelLosses
+    variance: PerLevel
+    products: LevelProducts
 
     @property
-    def squared_mean(self) -> Array:
+    def squared_mean(self) -> PerLevel:
         """Squared norm of the mean gradient, ||G||², (levels,)."""
         return np.diag(self.products)
 
     @property
-    def noise_scale(self) -> Array:
+    def noise_scale(self) -> PerLevel:
         """Noise scale tr Sigma / ||G||² in samples, (levels,); NaN if the estimate of ||G||² is not positive."""
         return self.variance / np.where(self.squared_mean > 0, self.squared_mean, np.nan)
 
     @property
-    def cosines(self) -> Array:
+    def cosines(self) -> LevelProducts:
         """Cosine similarity of the G of two levels, (levels, levels), clipped to [-1, 1].
 
         NaN if the estimate of a squared norm is not positive.

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from kairos.data.dataset import to_uint8
+from kairos.array_shapes import PixelArray
+from kairos.data.pixels import to_uint8
 from kairos.files import check_files, open_record, read_json
 from kairos.quick_imports import without_pipeline_packages
 from kairos.shapes import EncodedImages, Images
@@ -53,7 +53,7 @@ class Codec:
         x0: EncodedImages = (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
         return x0
 
-    def reconstruct(self, images: Images) -> np.ndarray:
+    def reconstruct(self, images: Images) -> PixelArray:
         """Encode images (n, C, H, W) in [-1, 1] as mean latents, and return the decoded images.
 
         They are uint8 (n, H, W, C) in main memory, clipped to the range of the pixels.

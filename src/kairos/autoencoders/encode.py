@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from kairos.array_shapes import IndexArray, RowArray
 from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import ArrayFile, iterate_blocks
 from kairos.data.captions import open_encoded_captions
-from kairos.data.dataset import PreparedDataset, reduce_resolution
+from kairos.data.dataset import PreparedDataset
+from kairos.data.pixels import reduce_resolution
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
 from kairos.files import check_files, open_record, sha256_json, sync_to_disk, write_json
 from kairos.fingerprint import fingerprint
@@ -243,7 +245,7 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
 
     # `fill_arrays` requests the batches in order, and each shard except the last ends at the end of a batch. The next
     # blocks of the iterators are therefore the rows `indices`.
-    def read_batch(indices: np.ndarray) -> dict[str, np.ndarray]:
+    def read_batch(indices: IndexArray) -> dict[str, RowArray]:
         return {name: next(blocks) for name, blocks in batches.items()}
 
     return fill_arrays(
@@ -266,9 +268,9 @@ def _encode_moments(
     dtype = np.dtype(identity.get("dtype", "float32"))
     suffixes = ("", "_flipped") if identity["flips"] else ("",)
 
-    def compute(indices: np.ndarray) -> dict[str, np.ndarray]:
+    def compute(indices: IndexArray) -> dict[str, RowArray]:
         images = dataset.load_tensor(indices)
-        arrays: dict[str, np.ndarray] = {}
+        arrays: dict[str, RowArray] = {}
         for suffix in suffixes:
             oriented_images = images.flip(3) if suffix == "_flipped" else images  # dimension 3 is the width
             for name, values in _moments(codec, oriented_images, factor).items():

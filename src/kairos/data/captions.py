@@ -10,7 +10,9 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Float, Int, Integer
 
+from kairos.array_shapes import IndexArray
 from kairos.data.arrays import ArrayFile, open_array
 from kairos.files import open_record
 from kairos.progress import log
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 ARRAYS = ("captions", "caption_ends", "caption_firsts")  # names of the arrays, and of their files without .npy
 UnmatchedCaptions = frozenset[tuple[str, int]]  # captions without an image: file, and position in the file
 
+CaptionEnds = Int[np.ndarray, "captions"]
+CaptionFirsts = Int[np.ndarray, "images_and_end"]
+PackedCaptions = Integer[np.ndarray, "_"]
+EmptyState = Float[np.ndarray, "*shape"]
+
 
 @dataclass(frozen=True)
 class Captions:
@@ -36,8 +43,8 @@ class Captions:
     """
 
     content: ArrayFile
-    ends: np.ndarray
-    firsts: np.ndarray
+    ends: CaptionEnds
+    firsts: CaptionFirsts
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -47,14 +54,14 @@ class Captions:
         """Size of the longest caption in bytes."""
         return int(np.diff(self.ends, prepend=0).max())
 
-    def caption_indices(self, images: np.ndarray, caption_numbers: np.ndarray | None = None) -> np.ndarray:
+    def caption_indices(self, images: IndexArray, caption_numbers: IndexArray | None = None) -> IndexArray:
         """Return the index of one caption of each image, int64 (n,).
 
         Args:
             images: indices of the images, (n,).
             caption_numbers: which of an image's captions to select, modulo their number, (n,); None: the first.
         """
-        firsts: np.ndarray = self.firsts[images]
+        firsts: IndexArray = self.firsts[images]
         if caption_numbers is None:
             return firsts
         counts = self.firsts[images + 1] - firsts
@@ -85,7 +92,7 @@ def open_captions(folder: Path, command: str) -> Captions:
     return Captions(content, ends[:], firsts[:])  # [:] reads the two arrays of integers into memory
 
 
-def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
+def pack_captions(captions: list[list[str]]) -> dict[str, PackedCaptions]:
     """Convert the captions of each image to the three arrays that a prepared data set stores, by their names `ARRAYS`.
 
     ``captions`` contains the UTF-8 bytes of all texts, uint8 (bytes,). ``caption_ends`` is the end of each text there,
@@ -261,7 +268,7 @@ class EncodedCaptions:
 
     manifest: dict[str, Any]
     states: ArrayFile
-    empty: np.ndarray
+    empty: EmptyState
 
 
 def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCaptions:

@@ -11,16 +11,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 
+from kairos.array_shapes import FlagArray, IndexArray
 from kairos.data.arrays import ArrayFile, open_array
 from kairos.data.captions import EncodedCaptions, open_encoded_captions
-from kairos.data.dataset import PreparedDataset, open_dataset, reduce_resolution, to_float
+from kairos.data.dataset import HeldoutIndices, PreparedDataset, TrainIndices, open_dataset
+from kairos.data.pixels import reduce_resolution, to_float
 from kairos.files import open_record
 from kairos.shapes import Images, Rows
 from kairos_timesteps.errors import KairosError
 
 _MOST_MEASURED = 2000  # images that `Latents.measure_sigma_data` reads
 _SMALL_BYTES = 16 * 2**20  # largest array that `Latents.with_small_arrays_in_memory` loads
+
+Moments = Float[np.ndarray, "images channels height width"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Latents:
 
     manifest: dict[str, Any]
     dataset: PreparedDataset
-    moments: Mapping[str, ArrayFile | np.ndarray]
+    moments: Mapping[str, ArrayFile | Moments]
     text: EncodedCaptions | None = None
 
     @property
@@ -47,12 +52,12 @@ class Latents:
         return channels, height, width
 
     @property
-    def train(self) -> np.ndarray:
+    def train(self) -> TrainIndices:
         """Indices of the training images among all images of the data set, increasing, int64."""
         return self.dataset.train
 
     @property
-    def heldout(self) -> np.ndarray:
+    def heldout(self) -> HeldoutIndices:
         """Indices of the held-out images among all images of the data set, increasing, int64."""
         return self.dataset.heldout
 
@@ -100,7 +105,7 @@ class Latents:
         images = self.dataset.images if self.moments else _read_if_small(self.dataset.images)
         return replace(self, moments=moments, dataset=replace(self.dataset, conditions=conditions, images=images))
 
-    def read_rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Rows]:
+    def read_rows(self, indices: Any, flips: FlagArray | None = None) -> dict[str, Rows]:
         """Read pixels or moments of some images, from which `compute_x0` computes x0.
 
         Pixels are flipped in memory. Moments of flipped images were encoded, and are read in place of the others.
@@ -177,12 +182,12 @@ class Latents:
             x0 = x0 * scale
         return x0
 
-    def load_x0(self, indices: Any, flips: np.ndarray | None = None, noise: Images | None = None) -> Images:
+    def load_x0(self, indices: Any, flips: FlagArray | None = None, noise: Images | None = None) -> Images:
         """Read images and compute their x0 on the CPU, float32 (n, c, h, w); see `read_rows` and `compute_x0`."""
         return self.compute_x0(self.read_rows(indices, flips), noise)
 
     def load_conditions(
-        self, indices: Any, flips: np.ndarray | None = None, caption_numbers: np.ndarray | None = None
+        self, indices: Any, flips: FlagArray | None = None, caption_numbers: IndexArray | None = None
     ) -> dict[str, Rows]:
         """Load all conditions of some images by name, on the CPU, each with a row per image.
 
@@ -199,7 +204,7 @@ class Latents:
         return conditions
 
     def load_stored_conditions(
-        self, indices: Any, flips: np.ndarray | None = None, caption_numbers: np.ndarray | None = None
+        self, indices: Any, flips: FlagArray | None = None, caption_numbers: IndexArray | None = None
     ) -> dict[str, Rows]:
         """Load all conditions except ``low_resolution``, which is computed from the images, by name.
 
@@ -229,7 +234,7 @@ class Latents:
         positions = np.linspace(0, len(self.train) - 1, count).astype(np.int64)
         rows = {}
         for name, values in self.read_rows(self.train[positions]).items():
-            rows[name] = values.double()  # precise sums of latents; `compute_x0` converts pixels to float32 again
+            rows[name] = values if name == "pixels" else values.double()  # float64: precise sums of latents
         # law of total variance: the variance of the means plus the mean of the variances
         variance = self.compute_x0(rows).var(correction=0)
         if "logvar" in rows:

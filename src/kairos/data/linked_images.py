@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
 
+from kairos.array_shapes import ImageArray, PixelArray
 from kairos.data.arrays import ArrayFile, create_array, open_array, row_indices
 from kairos.data.decode import to_pixels
 from kairos.data.settings import DatasetConfig
@@ -31,8 +33,10 @@ _LARGEST_COPY = 32 * 2**30  # bytes of a temporary copy; file systems that many 
 # ends error messages about a changed source
 _ADVICE = "bring it back as it was, or make the folder again with: kairos prepare"
 
+Checksum = UInt8[np.ndarray, "16"]
 
-def checksum(pixels: np.ndarray) -> np.ndarray:
+
+def checksum(pixels: ImageArray) -> Checksum:
     """Return the 16 bytes of the BLAKE2 hash of an image's pixels, uint8 (16,); the shape is not included."""
     return np.frombuffer(hashlib.blake2b(pixels.data, digest_size=16).digest(), np.uint8)
 
@@ -94,7 +98,7 @@ class LinkedImages:
     def __len__(self) -> int:
         return int(self.shape[0])
 
-    def __getitem__(self, index: Any) -> np.ndarray:
+    def __getitem__(self, index: Any) -> PixelArray | ImageArray:
         """Read uint8 images (n, height, width, channels), selected by an integer, a slice, a mask, or indices (n,).
 
         An integer selects one image without the first axis. The threads of the job decode several images at a time.
@@ -108,7 +112,7 @@ class LinkedImages:
         rows = row_indices(index, len(self))  # (n,), or () for an integer
         image_shape = self.shape[1:]
         image_dtype = np.dtype((np.uint8, image_shape))  # an element of this type is an image
-        decoded = map_in_order(self._read, rows.flat, count_job_threads())
+        decoded = map_in_order(self._read, rows.ravel().tolist(), count_job_threads())
         images = np.fromiter(decoded, image_dtype, count=rows.size)  # stores each image as it arrives
         return images.reshape((*rows.shape, *image_shape))
 
@@ -120,7 +124,7 @@ class LinkedImages:
             return None
         return copy if copy.shape == self.shape and copy.dtype == np.uint8 else None
 
-    def _read(self, row: int) -> np.ndarray:
+    def _read(self, row: int) -> ImageArray:
         """Read and verify one image, uint8 (height, width, channels), from the temporary copy or else from the source.
 
         The source is used if there is no copy, or if the image cannot be read there or does not match its checksum. See
@@ -133,7 +137,7 @@ class LinkedImages:
                     return pixels
         return self._decode(row)
 
-    def _decode(self, row: int) -> np.ndarray:
+    def _decode(self, row: int) -> ImageArray:
         """Decode one image of the source, uint8 (height, width, channels), and compare it with its checksum.
 
         The first call opens the source and compares the names of all images.

@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int, UInt8
 from PIL import Image
 
+from kairos.array_shapes import ImageArray, IndexArray
 from kairos.data import captions as captioning
 from kairos.data.arrays import ArrayFile, create_array, truncate_array, write_npy_header
 from kairos.data.decode import to_pixels
-from kairos.data.linked_images import TEMPORARY_COPY, checksum, create_temporary_copy, delete_temporary_copy
+from kairos.data.linked_images import TEMPORARY_COPY, Checksum, checksum, create_temporary_copy, delete_temporary_copy
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
 from kairos.files import sha256_file, sha256_json, sync_to_disk, write_json
@@ -39,6 +41,10 @@ from kairos_timesteps.randomness import derived_seed
 # array files of a folder without their suffix; array files of conditions are not included
 _ARRAY_NAMES = ("images", "train", "heldout", "numbers", "checksums", "names", *captioning.ARRAYS)
 _TEMPORARY_IMAGES = ".tmp-images.npy"  # becomes images.npy when all images are in it
+
+PixelSums = Int[np.ndarray, "2 channels"]
+PixelSumsOfImages = Int[np.ndarray, "batch 2 channels"]
+Checksums = UInt8[np.ndarray, "batch 16"]
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,9 @@ class _DecodedImage:
     """
 
     index: int
-    pixels: np.ndarray | None = None
-    sums: np.ndarray | None = None
-    checksum: np.ndarray | None = None
+    pixels: ImageArray | None = None
+    sums: PixelSums | None = None
+    checksum: Checksum | None = None
     damage: str = ""
 
 
@@ -73,10 +79,10 @@ class _DecodedImages:
         images_hash: SHA-256 of the temporary file of the images; None if they are not copied.
     """
 
-    indices: np.ndarray
+    indices: IndexArray
     skipped: list[str]
-    checksums: np.ndarray
-    sums: np.ndarray
+    checksums: Checksums
+    sums: PixelSumsOfImages
     shape: tuple[int, ...]
     images_hash: str | None
 
@@ -101,7 +107,7 @@ class _ImageWriter:
         write_npy_header(header, (most, *shape), np.dtype(np.uint8))
         self._hash = hashlib.sha256(header.getvalue())
 
-    def append(self, pixels: np.ndarray) -> None:
+    def append(self, pixels: ImageArray) -> None:
         """Write the next image, uint8 (height, width, channels), and add it to the hash."""
         self._file.write(self._count, pixels)
         self._hash.update(np.ascontiguousarray(pixels).data)
@@ -412,7 +418,7 @@ def _decode_image(config: DatasetConfig, source: Source, index: int) -> _Decoded
     )
 
 
-def _sum_pixels(pixels: np.ndarray) -> np.ndarray:
+def _sum_pixels(pixels: ImageArray) -> PixelSums:
     """Return the sum of an image's uint8 pixels and of their squares, by channel, int64 (2, channels)."""
     # histograms take a twentieth of the time of 64-bit copies of the pixels
     channels = pixels.shape[2]

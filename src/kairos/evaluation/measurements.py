@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Num
-from numpy.typing import NDArray
+from jaxtyping import Int, Num
 from torch import Tensor
 
+from kairos.array_shapes import Gaussian, IndexArray, PixelArray
 from kairos.data.arrays import ArrayFile, write_npy_header
 from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
 from kairos.shapes import Features
 
 Weights = Num[Tensor, "batch"]  # how often each vector counts
+StoredIndices = Int[np.ndarray, "stored"]
 
 BATCH = 64  # images whose features are computed at a time
-Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]  # mean (d,) and covariance (d, d)
 
 
 class MomentSums:
@@ -109,16 +109,16 @@ class ImageStatistics:
     gaussians: dict[str, Gaussian]
     features: ArrayFile | None = None
     logits: ArrayFile | None = None
-    captioned: Iterable[tuple[NDArray[np.uint8], list[str]]] | None = None
-    pairs: Iterable[tuple[NDArray[np.uint8], NDArray[np.uint8]]] | None = None
+    captioned: Iterable[tuple[PixelArray, list[str]]] | None = None
+    pairs: Iterable[tuple[PixelArray, PixelArray]] | None = None
     device: torch.device | str = torch.device("cpu")
 
 
 def measure(
     extractor: Any,
-    images: Iterable[NDArray[np.uint8]],
+    images: Iterable[PixelArray],
     needs: set[str],
-    stored_indices: NDArray[np.int64] | None = None,
+    stored_indices: StoredIndices | None = None,
 ) -> ImageStatistics:
     """Return mean and covariance of layers, features and logits of a set of images, as far as they are needed.
 
@@ -160,7 +160,7 @@ def measure(
     )
 
 
-def iterate_rows(images: Any, indices: NDArray[np.int64] | range, size: int = BATCH) -> Iterator[Any]:
+def iterate_rows(images: Any, indices: IndexArray | range, size: int = BATCH) -> Iterator[Any]:
     """Yield rows of `images` (or another sequence) in the order of `indices`, in batches of at most `size`.
 
     A range, whose step must be 1, is read by slices, so that `images` may also be a list.

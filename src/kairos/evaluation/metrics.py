@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jaxtyping import Float
 from torch import Tensor
 
+from kairos.array_shapes import Covariance, FeatureArray, Gaussian, IndexArray
 from kairos.data.arrays import iterate_blocks
-from kairos.evaluation.measurements import Gaussian, ImageStatistics, MomentSums
+from kairos.evaluation.measurements import ImageStatistics, MomentSums
 from kairos.evaluation.settings import (
     GAUSSIAN_MEASUREMENTS,
     KidOptions,
@@ -42,6 +43,10 @@ MAX_STORED = 10_000  # feature vectors to store, the number of images in ADM's r
 # names of the arrays of mean and covariance in npz files, by layer
 _ARRAY_NAMES = {measurement.layer: measurement.arrays for measurement in GAUSSIAN_MEASUREMENTS.values()}
 
+OtherFeatures = Float[np.ndarray, "others features"]
+Kernel = Float[np.ndarray, "batch others"]
+SquareKernel = Float[np.ndarray, "batch batch"]
+
 
 @dataclass(frozen=True)
 class RealStatistics:
@@ -56,7 +61,7 @@ class RealStatistics:
     """
 
     gaussians: dict[str, Gaussian]
-    features: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    features: FeatureArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     count: int = 0
 
     @functools.cached_property
@@ -66,7 +71,7 @@ class RealStatistics:
         return sha256_bytes(mean.tobytes() + covariance.tobytes() + str(self.count).encode())
 
     @functools.cached_property
-    def roots(self) -> dict[str, NDArray[np.float64]]:
+    def roots(self) -> dict[str, Covariance]:
         """Symmetric root of the covariance (d, d) by layer, computed on the first access."""
         return {name: _root(covariance) for name, (_, covariance) in self.gaussians.items()}
 
@@ -134,7 +139,7 @@ def statistics_to_store(statistics: ImageStatistics) -> RealStatistics:
     return RealStatistics(statistics.gaussians, features, statistics.count)
 
 
-def indices_to_store(count: int) -> NDArray[np.int64]:
+def indices_to_store(count: int) -> IndexArray:
     """Return the increasing indices of at most `MAX_STORED` of `count` feature vectors, evenly spread, int64 (n,)."""
     return np.unique(np.linspace(0, count - 1, min(count, MAX_STORED)).astype(np.int64))
 
@@ -218,7 +223,7 @@ def frechet_distance(samples: Gaussian, real: RealStatistics, layer: str) -> flo
     return float(difference @ difference + trace)
 
 
-def _root(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
+def _root(covariance: Covariance) -> Covariance:
     """Return the symmetric root of a covariance (d, d); negative eigenvalues are treated as 0."""
     values, vectors = np.linalg.eigh(covariance)
     return np.asarray((vectors * np.sqrt(values.clip(0))) @ vectors.T)
@@ -254,12 +259,12 @@ def kid(options: KidOptions, statistics: ImageStatistics, comparison: Comparison
     return {"kid": float(np.mean(distances))}
 
 
-def _kernel(x: NDArray[np.float64], y: NDArray[np.float64], gamma: float) -> NDArray[np.float64]:
+def _kernel(x: FeatureArray, y: OtherFeatures, gamma: float) -> Kernel:
     """Return the polynomial kernel of KID (n, m) of feature vectors (n, d) and (m, d)."""
     return np.asarray((x @ y.T * gamma + 1) ** 3)
 
 
-def _sum_over_pairs(kernel: NDArray[np.float64]) -> float:
+def _sum_over_pairs(kernel: SquareKernel) -> float:
     """Return the sum of a kernel (n, n) over the pairs of different vectors, without its diagonal."""
     return float((kernel.sum(axis=1) - np.diagonal(kernel)).sum())
 

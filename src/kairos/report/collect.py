@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kairos.array_shapes import PixelArray
 from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
 from kairos.evaluation.settings import is_higher_better
@@ -382,7 +383,7 @@ def load_recorded_experiment(folder: Path) -> Experiment:
     return validate(read_json(newest_record)["config"], str(folder))
 
 
-def load_real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
+def load_real_images(results: Results, count: int) -> tuple[str, PixelArray]:
     """Return a label and the first `count` held-out images, or training images if none are held out.
 
     The label is ``real, held out`` or ``real, trained on``. The images are uint8 (n, height, width, channels); n is

@@ -37,7 +37,7 @@ _LINKS = {  # label on the index page: file in a results folder
     "picture": "figures/metric_vs_steps.svg",
 }
 _UNKNOWN = Ratio(value=math.nan, low=math.nan, high=math.nan)
-_BASELINE_TO_ITSELF = Ratio(value=1, low=math.nan, high=math.nan)
+_BASELINE_TO_ITSELF = Ratio(value=1.0, low=math.nan, high=math.nan)
 Selection = Sequence[tuple[Results, list[str]]]  # experiments, each with its selected methods
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float
 from matplotlib import rc_params_from_file, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -33,6 +34,9 @@ Look = dict[str, Any]  # how a method is drawn: color, marker and linestyle, in 
 
 # the thin line from the right edge of the axes to a label, as `arrowprops` of matplotlib's `annotate`
 _LEADER = {"arrowstyle": "-", "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
+
+PerPoint = Float[np.ndarray, "points"]
+MethodValues = Float[np.ndarray, "methods points"]
 
 STYLE: Any = rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
 
@@ -223,7 +227,7 @@ def draw_method_lines(
         label_lines(axes, labels)
 
 
-def draw_band(axes: Axes, x: np.ndarray, values: np.ndarray) -> Label:
+def draw_band(axes: Axes, x: PerPoint, values: MethodValues) -> Label:
     """Draw the range of many methods as a grey band with the median as a line, and return the label of the band.
 
     Points without a known value are left out. The caller ensures that at least one point has a value, and writes the

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Bool, Float
 
 from kairos.report.collect import MethodMeasurements, Results, RunResults
 
@@ -21,6 +22,16 @@ NOT_MOVED = 0.01  # total variation distance from the start below which a learne
 MIN_SEEDS = 5  # common to all methods, to rank them: fewer show little of how much seeds matter
 SIGNIFICANCE_LEVEL = 0.05  # largest share of tables of equal methods that contain a difference; intervals cover 95 %
 VALIDATION_LOSSES = ("val_loss", "val_vlb", "val_vlb_without_last")
+
+PerSnapshot = Float[np.ndarray, "snapshots"]
+PerBaselineSnapshot = Float[np.ndarray, "baseline_snapshots"]
+PerSeed = Float[np.ndarray, "seeds"]
+BySeed = Float[np.ndarray, "seeds snapshots"]
+Reached = Bool[np.ndarray, "snapshots"]
+LogDistances = Float[np.ndarray, "*tables methods seeds"]
+LogRatios = Float[np.ndarray, "*ratios seeds"]
+Ratios = Float[np.ndarray, "*ratios"]
+PValues = Float[np.ndarray, "*families tests"]
 
 
 @dataclass(frozen=True)
@@ -38,14 +49,14 @@ class Curve:
         seconds_by_seed: training time of every seed, (seeds, snapshots).
     """
 
-    steps: np.ndarray
-    seconds: np.ndarray
-    mean: np.ndarray
-    std_over_sets: np.ndarray
-    std_over_seeds: np.ndarray
-    std: np.ndarray
-    values_by_seed: np.ndarray
-    seconds_by_seed: np.ndarray
+    steps: PerSnapshot
+    seconds: PerSnapshot
+    mean: PerSnapshot
+    std_over_sets: PerSnapshot
+    std_over_seeds: PerSnapshot
+    std: PerSnapshot
+    values_by_seed: BySeed
+    seconds_by_seed: BySeed
 
 
 @dataclass(frozen=True)
@@ -79,10 +90,10 @@ class RatioArrays(NamedTuple):
         p_values: p-values of the hypothesis that a ratio is 1.
     """
 
-    values: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    p_values: np.ndarray
+    values: Ratios
+    low: Ratios
+    high: Ratios
+    p_values: Ratios
 
 
 @dataclass(frozen=True)
@@ -214,7 +225,7 @@ def _select_ratio(ratios: RatioArrays, method: int, other: int) -> Ratio:
     )
 
 
-def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
+def compare_pairs(log_distances: LogDistances) -> RatioArrays:
     """Compare every pair of methods over seeds, in one table or in many at once.
 
     Args:
@@ -240,7 +251,7 @@ def compare_pairs(log_distances: np.ndarray) -> RatioArrays:
     return ratios._replace(p_values=corrected)
 
 
-def correct_after_holm(p_values: np.ndarray, test_count: int | None = None) -> np.ndarray:
+def correct_after_holm(p_values: PValues, test_count: int | None = None) -> PValues:
     """Return p-values corrected for multiple testing after Holm, in their order, (..., tests).
 
     The last axis is a family of tests. Its smallest p-value is multiplied by the number of tests n, the next by n - 1,
@@ -289,7 +300,7 @@ def smallest_detectable_log_ratio(deviation: float, seeds: int, level: float, po
     return shift * deviation / math.sqrt(seeds)
 
 
-def crossing_cost(costs: np.ndarray, values: np.ndarray, target: float) -> float:
+def crossing_cost(costs: PerSnapshot, values: PerSnapshot, target: float) -> float:
     """Return the cost at which a curve first is at or below `target`, or NaN if it never is.
 
     Lower `values` are better. `costs` are steps or seconds at the snapshots; both arrays are (snapshots,). The curve is
@@ -298,7 +309,7 @@ def crossing_cost(costs: np.ndarray, values: np.ndarray, target: float) -> float
     return _interpolate_cost(costs, values, target, values <= target)
 
 
-def crossing_cost_just_below(costs: np.ndarray, values: np.ndarray, target: float) -> float:
+def crossing_cost_just_below(costs: PerSnapshot, values: PerSnapshot, target: float) -> float:
     """Return the limit of `crossing_cost` for targets that approach `target` from below; NaN if no value is below it.
 
     The limit exceeds `crossing_cost` where the curve only touches `target`, rises, and later falls below `target`.
@@ -306,7 +317,7 @@ def crossing_cost_just_below(costs: np.ndarray, values: np.ndarray, target: floa
     return _interpolate_cost(costs, values, target, values < target)
 
 
-def _interpolate_cost(costs: np.ndarray, values: np.ndarray, target: float, is_reached: np.ndarray) -> float:
+def _interpolate_cost(costs: PerSnapshot, values: PerSnapshot, target: float, is_reached: Reached) -> float:
     """Return the cost of `target`, interpolated between the first snapshot with `is_reached` and the snapshot before.
 
     The result is NaN if no snapshot reaches the target, and the cost of the first snapshot if that one does. Arrays are
@@ -323,7 +334,7 @@ def _interpolate_cost(costs: np.ndarray, values: np.ndarray, target: float, is_r
 
 
 def highest_cost_ratio(
-    baseline_costs: np.ndarray, baseline_values: np.ndarray, costs: np.ndarray, values: np.ndarray
+    baseline_costs: PerBaselineSnapshot, baseline_values: PerBaselineSnapshot, costs: PerSnapshot, values: PerSnapshot
 ) -> float:
     """Return the supremum of the baseline's cost over the method's cost for one distance.
 
@@ -400,7 +411,7 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
     )
 
 
-def _costs_of_targets(curve: Curve, cost: str, targets: np.ndarray) -> np.ndarray:
+def _costs_of_targets(curve: Curve, cost: str, targets: PerSeed) -> PerSeed:
     """Return the cost at which each seed's curve reaches its target, (seeds,); NaN if it does not, see `crossing_cost`.
 
     `cost` is the attribute of `Curve` with the costs, and `targets` has a value per seed.
@@ -435,7 +446,7 @@ def has_not_moved(run: RunResults) -> bool:
     return math.isnan(distance) or distance < NOT_MOVED
 
 
-def _geometric_mean_ratio(log_ratios: np.ndarray) -> RatioArrays:
+def _geometric_mean_ratio(log_ratios: LogRatios) -> RatioArrays:
     """Return the geometric mean of ratios over seeds, its 95 % interval, and the p-value of the mean being 1.
 
     The logarithms are (..., seeds), and the result's arrays (...). Interval and p-value are from a two-sided t-test of

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from kairos.data.dataset import open_dataset, reduce_resolution, to_uint8
-from kairos.data.image_grid import tile_images
+from kairos.data.dataset import open_dataset
+from kairos.data.image_grid import Picture, tile_images
 from kairos.report.collect import Results, load_real_images
 from kairos.report.plot_style import INK, MUTED, Look, create_figure
 from kairos.sampling.samples_file import open_samples
@@ -136,6 +136,8 @@ def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure
     columns = {}
     factor = results.experiment.dataset.low_resolution
     if factor:
+        from kairos.data.pixels import reduce_resolution, to_uint8  # imports torch
+
         columns["low resolution"] = to_uint8(reduce_resolution(dataset.load_tensor(sources), factor))
     columns["real"] = dataset.images[sources]
     for method in methods:
@@ -159,7 +161,7 @@ def _select_methods(results: Results, looks: dict[str, Look]) -> list[str]:
     return [method for method in results.methods if method in looks]
 
 
-def load_sample_grid(path: Path) -> np.ndarray:
+def load_sample_grid(path: Path) -> Picture:
     """Load an image file, such as the picture of a sample grid, as RGB, uint8 (height, width, 3)."""
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB"))

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from kairos.array_shapes import IndexArray, RowArray
 from kairos.data.latents import Latents, open_latents
+from kairos.shapes import Rows
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import Stream
 
@@ -18,7 +19,7 @@ _CAPTION_NUMBERS = 2**32  # caption numbers are drawn below it, and used modulo 
 
 def select_condition_sources(
     latents: Any, indices: range, descriptions: dict[str, dict[str, Any]], labels: str = "balanced", seed: int = 0
-) -> np.ndarray:
+) -> IndexArray:
     """Return the dataset indices whose conditions the generated images use, int64 (n,).
 
     Held-out images are used if the data set has any and a condition is not a class; otherwise training images.
@@ -60,7 +61,7 @@ class ImageConditions:
     labels: str
     seed: int
 
-    def __call__(self, indices: range) -> dict[str, Tensor]:
+    def __call__(self, indices: range) -> dict[str, Rows]:
         """Return the model's conditions for the images `indices` by name, each (n, ...), on the CPU.
 
         Without latents every condition is a class, and image i has class i modulo the number of classes, int64 (n,).
@@ -73,7 +74,7 @@ class ImageConditions:
         conditions = self.latents.load_conditions(source_indices, caption_numbers=caption_numbers)
         return {name: conditions[name] for name in self.descriptions}
 
-    def values_to_store(self, name: str, indices: range) -> np.ndarray:
+    def values_to_store(self, name: str, indices: range) -> RowArray:
         """Return the values of condition `name` to store with the images, (n, ...), as in the data set.
 
         A text is stored as the caption itself, in UTF-8 bytes of the length of the longest caption of the data set. The
@@ -89,7 +90,7 @@ class ImageConditions:
         texts = captions.texts(captions.caption_indices(source_indices, caption_numbers))
         return np.array([text.encode() for text in texts], f"S{captions.longest_bytes}")
 
-    def _select_sources(self, latents: Latents, indices: range) -> tuple[np.ndarray, np.ndarray]:
+    def _select_sources(self, latents: Latents, indices: range) -> tuple[IndexArray, IndexArray]:
         """Return the dataset indices of the images whose conditions are used, and their caption numbers, both (n,).
 
         A caption number is used modulo the number of captions of its image. It is drawn at random for labels ``data``.

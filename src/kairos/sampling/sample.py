@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from kairos import compute, resource_usage
-from kairos.data.dataset import to_uint8
+from kairos.array_shapes import PixelArray, RowArray
 from kairos.data.image_grid import write_image_grid
+from kairos.data.pixels import to_uint8
 from kairos.diffusion import DiffusionConfig
 from kairos.files import open_record
 from kairos.progress import ProgressBar, log
@@ -146,7 +146,7 @@ class _SnapshotSampler:
     rows: range
     label: str
 
-    def generate(self) -> Iterator[np.ndarray]:
+    def generate(self) -> Iterator[PixelArray]:
         """Yield the images in batches, uint8 (n, height, width, channels); the network is loaded before the first one.
 
         Threads and determinism of this process are set as in the training run. Start-up ends with the loading, and a
@@ -182,7 +182,7 @@ class _SnapshotSampler:
             progress.advance(kept_count)
         progress.close()
 
-    def stored_conditions(self, name: str) -> Iterator[np.ndarray]:
+    def stored_conditions(self, name: str) -> Iterator[RowArray]:
         """Yield the values of one condition to store with the images, in batches (n, ...)."""
         for indices, kept_count in iterate_batches(self.rows, self.options.batch_size):
             yield self.conditions.values_to_store(name, indices)[:kept_count]

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Shaped
 
 from kairos import resource_usage
+from kairos.array_shapes import PixelArray
 from kairos.data.arrays import ArrayFile, iterate_blocks, write_npy_header
 from kairos.files import atomic
 from kairos.shards import AGAIN, in_order
@@ -30,7 +32,8 @@ _BLOCK = 1 << 20  # bytes read at a time
 _LOCAL_HEADER_BYTES = 30
 _LENGTHS_OFFSET = 26
 _CONDITION = "condition_"  # prefix of the names of arrays with conditions
-Batches = Iterable[np.ndarray]
+RowBatch = Shaped[np.ndarray, "_ ..."]  # sizes of batches differ
+Batches = Iterable[RowBatch]
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class SamplesFile:
 
 def write_samples(
     path: Path,
-    images: np.ndarray | Batches,
+    images: PixelArray | Batches,
     protocol: dict[str, Any],
     conditions: dict[str, Batches] | None = None,
     num: int = 0,
@@ -118,7 +121,7 @@ def open_samples(path: Path) -> SamplesFile:
     return SamplesFile(images, protocol, conditions)
 
 
-def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[np.ndarray]:
+def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[PixelArray]:
     """Return the images of all shards of a job in their order, in batches; every file is checked before the return.
 
     Marks the end of start-up, see `resource_usage.end_startup`. The batches are read only when the result is iterated.

@@ -7,7 +7,7 @@ That is EDM's form, x0 plus noise of level sigma (Karras et al. 2022, eq. 4), so
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float, Int, Num
 
 from kairos_timesteps.diffusion.processes import Discrete
 from kairos_timesteps.errors import ConfigError
@@ -15,7 +15,11 @@ from kairos_timesteps.errors import ConfigError
 if TYPE_CHECKING:
     from kairos.sampling.settings import SolverOptions
 
-Array = NDArray[Any]
+Times = Num[np.ndarray, "times"]
+NoiseLevels = Float[np.ndarray, "times"]
+GridTimes = Num[np.ndarray, "steps"]
+Timesteps = Int[np.ndarray, "steps"]
+GridNoiseLevels = Float[np.ndarray, "steps"]
 
 _BISECTIONS = 60  # halvings of an interval of length 2: below the spacing of float64 numbers
 
@@ -58,7 +62,7 @@ def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> lis
     return [*points, first_timestep]
 
 
-def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
+def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> GridTimes:
     """Return the times at which the intervals begin, (steps,), descending; timesteps for a discrete process.
 
     Spacing ``uniform`` has equal fractions of the process. Timesteps include the option `offset`, if there is one. The
@@ -82,7 +86,7 @@ def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
     return times
 
 
-def grid_points_at(process: Any, times: Array) -> list[GridPoint]:
+def grid_points_at(process: Any, times: Times) -> list[GridPoint]:
     """Return the grid points at `times`, (n,): timesteps of a discrete process, times of a continuous one.
 
     The coordinates are x_t for a flow (scale 1), and x_t over the signal coefficient for other processes (signal 1).
@@ -96,13 +100,13 @@ def grid_points_at(process: Any, times: Array) -> list[GridPoint]:
     return list(map(GridPoint, times, grid_signal.tolist(), grid_noise.tolist(), scale.tolist()))
 
 
-def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int64]:
+def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> Timesteps:
     """Return the distinct timesteps at which `steps` intervals begin, (steps,), descending (Lin et al. 2024, table 2).
 
     Spacing ``trailing`` includes t = T - 1, ``leading`` includes t = 0, ``linspace`` includes both, or T - 1 alone for
     one step. Any other text is treated as ``linspace``. The caller ensures that there are at most `timesteps` steps.
     """
-    ascending: Array
+    ascending: GridTimes
     if spacing == "leading":
         ascending = np.arange(steps) * (timesteps // steps)
     elif spacing == "trailing":
@@ -114,7 +118,7 @@ def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int
     return ascending.astype(np.int64)[::-1].copy()  # torch accepts no negative strides
 
 
-def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") -> Array:
+def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") -> GridNoiseLevels:
     """Return EDM's noise levels (noise over signal), (steps,), descending (Karras et al. 2022, eq. 5).
 
     The last level is `sigma_min` or the smallest of the process; the noise-free image is not included. With one step,
@@ -132,7 +136,7 @@ def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") ->
     return np.asarray(((1 - position) * largest ** (1 / rho) + position * smallest ** (1 / rho)) ** rho)
 
 
-def times_of_noise_levels(process: Any, sigma: Array) -> Array:
+def times_of_noise_levels(process: Any, sigma: NoiseLevels) -> Times:
     """Return the times of a process at noise levels (noise over signal), (n,).
 
     For a discrete process they are the timesteps with the nearest sigma, int64. For a continuous process they are
@@ -141,7 +145,7 @@ def times_of_noise_levels(process: Any, sigma: Array) -> Array:
     """
     if isinstance(process, Discrete):
         timestep_levels = process.schedule.snr**-0.5  # (T,)
-        nearest: Array = np.abs(timestep_levels[:, None] - sigma).argmin(0)
+        nearest: Times = np.abs(timestep_levels[:, None] - sigma).argmin(0)
         return nearest
     # bisection of all fractions at once; the noise level grows with the fraction
     low_fraction = np.zeros_like(sigma)
