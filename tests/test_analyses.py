@@ -213,8 +213,10 @@ def test_training_on_one_part_does_not_change_independent_parts(trained):
 def test_agreement_uses_the_optimiser_state_of_the_last_snapshot(trained):
     folder, plain = trained
     last = folder / "uniform/seed0/milestones/0000040"
-    assert load_optimizer_state(last.parent / "0000020", open_milestone(last.parent / "0000020"), "cpu") is None
-    state = load_optimizer_state(last, open_milestone(last), "cpu")
+    earlier = last.parent / "0000020"
+    cpu = torch.device("cpu")
+    assert load_optimizer_state(earlier, open_milestone(earlier), cpu) is None
+    state = load_optimizer_state(last, open_milestone(last), cpu)
     rows = measure(trained, "agreement", 40)
     assert set(measure(trained, "agreement", 20)["loss"]) == {"training"}
     plain, adam = (rows[rows["loss"] == loss] for loss in ("training", "preconditioned"))

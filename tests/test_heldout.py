@@ -69,7 +69,7 @@ def test_an_experiment_without_heldout_images_passes_every_stage(tmp_path, capsy
     (tmp_path / "extractor").mkdir()
     options = ClassifierOptions(features=8, channels=4, steps=3, batch_size=8)
     assert classifier.train(options, dataset, tmp_path / "extractor")["accuracy"] is None
-    name, images = load_real_images(SimpleNamespace(folder=tmp_path), 9)
+    name, images = load_real_images(tmp_path, 9)
     assert name == "real, trained on" and np.array_equal(images, dataset.images[dataset.train[:9]])
 
 
@@ -78,7 +78,7 @@ def test_heldout_images_are_used_for_psnr_and_shown_in_the_report(tmp_path):
     dataset = open_dataset(tmp_path / "dataset")
     settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=8)
     assert make_autoencoder(settings, dataset, tmp_path / "autoencoder", CPU)["psnr_of"] == "held-out images"
-    name, images = load_real_images(SimpleNamespace(folder=tmp_path), 9)
+    name, images = load_real_images(tmp_path, 9)
     assert name == "real, held out" and np.array_equal(images, dataset.images[dataset.heldout])
 
 

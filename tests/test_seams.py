@@ -318,7 +318,7 @@ def test_a_registered_optimiser_schedule_and_average_are_used(register_component
     raw = [(folder / "raw" / WEIGHTS).read_bytes() for folder in milestones]
     assert raw[0] != raw[1] == raw[2]
     assert [(folder / "ema" / WEIGHTS).read_bytes() for folder in milestones] == raw
-    optimizer = load_optimizer_state(milestones[-1], open_milestone(milestones[-1]), "cpu")
+    optimizer = load_optimizer_state(milestones[-1], open_milestone(milestones[-1]), torch.device("cpu"))
     assert set(optimizer["state"][0]) == {"momentum_buffer"}
 
 

@@ -383,16 +383,16 @@ def load_recorded_experiment(folder: Path) -> Experiment:
     return validate(read_json(newest_record)["config"], str(folder))
 
 
-def load_real_images(results: Results, count: int) -> tuple[str, PixelArray]:
+def load_real_images(folder: Path, count: int) -> tuple[str, PixelArray]:
     """Return a label and the first `count` held-out images, or training images if none are held out.
 
     The label is ``real, held out`` or ``real, trained on``. The images are uint8 (n, height, width, channels); n is
-    below `count` if there are fewer.
+    below `count` if there are fewer. They are read from the data set in the results folder of an experiment, `folder`.
 
     Raises:
         KairosError: the data set is missing or damaged.
     """
-    dataset = open_dataset(results.folder / "dataset")
+    dataset = open_dataset(folder / "dataset")
     if len(dataset.heldout):
         return "real, held out", dataset.images[dataset.heldout[:count]]
     return "real, trained on", dataset.images[dataset.train[:count]]

@@ -49,7 +49,7 @@ def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
     The real images are held out if possible, see `load_real_images`. Methods without a look are left out. The panels
     fill rows of four.
     """
-    real_label, images = load_real_images(results, results.experiment.sampling.grid)
+    real_label, images = load_real_images(results.folder, results.experiment.sampling.grid)
     pictures = [(real_label, tile_images(images))]
     for method in _select_methods(results, looks):
         pictures.append((method, load_sample_grid(results.runs_of(method)[0].last_snapshot.grid_file)))
