@@ -50,7 +50,8 @@ def names(kind: str) -> list[str]:
         from kairos_timesteps.presets import presets
 
         return presets()
-    registries = {each.kind: each for each in (components.SAMPLERS, components.WEIGHTINGS, components.COUPLINGS)}
+    all_registries = (components.SAMPLERS, components.WEIGHTINGS, components.COUPLINGS)
+    registries = {registry.kind: registry for registry in all_registries}
     demand(kind in registries, "kind", repr(kind), ", ".join((*registries, "preset")))
     return sorted(registries[kind])
 

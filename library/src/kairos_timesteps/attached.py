@@ -118,7 +118,7 @@ def attach(
     )  # fmt: skip
     if isinstance(strategy.sampler, MeasuresNetwork):
         arguments = {"network": isinstance(network, nn.Module), "predict": predict is not None}
-        missing = " and no ".join(argument for argument, given in arguments.items() if not given)
+        missing = " and no ".join(argument for argument, is_present in arguments.items() if not is_present)
         allowed = (
             "network=model and predict=, a function (x_t, t, **conditions) that calls the network as the trainer does, "
             "or the network itself; pass conditions to timesteps(latents, conditions={name: tensor})"
@@ -152,7 +152,7 @@ class Attached:
         options = {"sampler": strategy.sampler.option_values(), "weighting": strategy.weighting.option_values()}
         self._settings = {"name": strategy.name, "seed": strategy.seed, "time": time.name, **options}
         self._measures = isinstance(strategy.sampler, MeasuresNetwork)
-        self._learns = any(isinstance(each, Learned) for each in (strategy.sampler, strategy.weighting))
+        self._learns = any(isinstance(component, Learned) for component in (strategy.sampler, strategy.weighting))
         self._reset()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -393,13 +393,15 @@ class Attached:
                 )
             self._drop()
         self._pass = current
-        if not any(each is draw for each, _ in self._micro_batches):
+        if not any(earlier_draw is draw for earlier_draw, _ in self._micro_batches):
             self._micro_batches.append((draw, conditions))
 
     def _without_gradients(self) -> bool:
         """Return True if no gradient is accumulated; FSDP2 may accumulate where this cannot be seen."""
-        parameters = self._parameters()
-        return not any(each.grad is not None or hasattr(each, "full_tensor") for each in parameters)
+        for parameter in self._parameters():
+            if parameter.grad is not None or hasattr(parameter, "full_tensor"):
+                return False
+        return True
 
     def _drop(self) -> None:
         """Drop the micro-batches of the step so far; its number stays."""
@@ -492,13 +494,17 @@ class Attached:
         learnable = self._micro_batches or not self._learns
         demand(learnable, f"strategy {self.strategy.name}: losses of a step", "none", allowed)
         draws = [draw for draw, _ in self._micro_batches] or [self._draw]
-        given = [conditions for _, conditions in self._micro_batches if conditions is not None]
+        all_conditions = [conditions for _, conditions in self._micro_batches if conditions is not None]
         joined = None
-        if self._measures and given:
-            names = sorted({", ".join(sorted(conditions or {})) or "none" for _, conditions in self._micro_batches})
+        if self._measures and all_conditions:
+            name_lists = set()
+            for _, conditions in self._micro_batches:
+                name_lists.add(", ".join(sorted(conditions or {})) or "none")
             where, allowed = "timesteps(conditions=)", "conditions of the same names in all micro-batches of a step"
-            demand(len(names) == 1, where, " and ".join(f"({each})" for each in names), allowed)
-            joined = {name: torch.cat([each[name] for each in given]) for name in given[0]}
+            demand(len(name_lists) == 1, where, " and ".join(f"({names})" for names in sorted(name_lists)), allowed)
+            joined = {}
+            for name in all_conditions[0]:
+                joined[name] = torch.cat([conditions[name] for conditions in all_conditions])
         return self.strategy.observe(draws, self.network, self.optimizer, joined)
 
     def _validation_times(
@@ -573,7 +579,7 @@ def _inner_optimizer(optimizer: Any, network: Any, accelerator: Any) -> torch.op
         got = f"{len(optimizer)} optimizers" if several else type(optimizer).__name__
         raise rejection(where, got, f"one torch.optim.Optimizer; {_EXPLICIT}")
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    fused = any(getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters)
+    fused = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
     demand(not fused, where, "steps within the backward pass (register_post_accumulate_grad_hook)", _EXPLICIT)
     return inner
 

@@ -187,21 +187,22 @@ def _declaration(name: str, function: Callable[..., Any], base: type) -> dict[st
     demand(parameters, name, f"{function.__name__}()", "a function whose first parameter is u, or the SNR")
     attributes: dict[str, Any] = {"__annotations__": {}, "__doc__": inspect.getdoc(function) or name}
     context = []
-    for each in parameters[1:]:
-        where = f"{name}: parameter {each.name}"
-        is_context = base is _FunctionDensity and each.kind == each.KEYWORD_ONLY
-        if each.default is each.empty and not is_context:
+    for parameter in parameters[1:]:
+        where = f"{name}: parameter {parameter.name}"
+        is_context = base is _FunctionDensity and parameter.kind == parameter.KEYWORD_ONLY
+        if parameter.default is parameter.empty and not is_context:
             allowed = "a default; or, for context, keyword-only: (u, *, tokens)"
             raise rejection(where, "no default", allowed if base is _FunctionDensity else "a default")
-        free = not hasattr(base, each.name) and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        demand(free, where, str(each), "another name, which kairos does not use, without * or **")
-        if each.default is each.empty:
-            context.append(each.name)
+        has_keyword = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        is_allowed = has_keyword and not hasattr(base, parameter.name)
+        demand(is_allowed, where, str(parameter), "another name, which kairos does not use, without * or **")
+        if parameter.default is parameter.empty:
+            context.append(parameter.name)
             continue
-        hint = hints.get(each.name, type(each.default))
-        default = float(each.default) if hint is float else each.default
-        attributes["__annotations__"][each.name] = hint
-        attributes[each.name] = option(default, f"parameter of {function.__name__}")
+        hint = hints.get(parameter.name, type(parameter.default))
+        default = float(parameter.default) if hint is float else parameter.default
+        attributes["__annotations__"][parameter.name] = hint
+        attributes[parameter.name] = option(default, f"parameter of {function.__name__}")
     attributes["parameters"] = tuple(attributes["__annotations__"])
     if base is _FunctionDensity:
         attributes |= {"context_names": tuple(context), "required": tuple(set(context) - {"step"})}

@@ -90,12 +90,12 @@ class Component:
         namespace = getattr(sys.modules.get(cls.__module__), "__dict__", {})
         # evaluates types that are texts
         hints = typing.get_type_hints(SimpleNamespace(__annotations__=annotations), namespace)
-        for name, each in declared.items():
+        for name, declaration in declared.items():
             if name in _RESERVED:
                 raise TypeError(f"{cls.__name__}.{name}: kairos uses this name; rename the option")
             if name not in hints:
                 raise TypeError(f"{cls.__name__}.{name}: an option needs a type, such as {name}: float = option(...)")
-            each.name, each.type = name, hints[name]
+            declaration.name, declaration.type = name, hints[name]
         cls.options = {}
         for base in reversed(cls.__mro__):
             for name, value in vars(base).items():
@@ -154,8 +154,8 @@ def parse(component: type[Component], values: Mapping[str, Any], where: str = ""
         ConfigError: a key is unknown, or a value has the wrong type or is not allowed.
     """
     where = where or component.__name__
-    declared = {each.public_name: each for each in component.options.values()}
-    options = {name: copy.deepcopy(each.default) for name, each in component.options.items()}
+    declared = {declaration.public_name: declaration for declaration in component.options.values()}
+    options = {name: copy.deepcopy(declaration.default) for name, declaration in component.options.items()}
     for key, value in values.items():
         if key not in declared:
             raise unknown_key(key, declared, where)
@@ -189,7 +189,7 @@ def default_values(component: type[Component]) -> dict[str, Any]:
 
 def dump(component: type[Component], options: Any) -> dict[str, Any]:
     """Return the options that `parse` has checked by their public names."""
-    return {each.public_name: getattr(options, name) for name, each in component.options.items()}
+    return {declaration.public_name: getattr(options, name) for name, declaration in component.options.items()}
 
 
 def _checked(value: Any, option: Option, where: str) -> Any:

@@ -33,7 +33,7 @@ def evaluate(specification: str, options: Mapping[str, Any]) -> Any:
 
     def value(node: Any) -> Any:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            return {"name": node.func.id, **{each.arg: value(each.value) for each in node.keywords}}
+            return {"name": node.func.id, **{keyword.arg: value(keyword.value) for keyword in node.keywords}}
         if isinstance(node, ast.BinOp):
             return _OPERATORS[type(node.op)](value(node.left), value(node.right))
         if isinstance(node, ast.UnaryOp):

@@ -303,7 +303,7 @@ class Strategy:
             got = f"{mask.dtype}, shape {tuple(mask.shape)}"
             demand(mask.dtype == torch.bool and mask.shape == draw.t.shape[:1], "mask", got, f"bool, ({len(draw.t)},)")
         if self._learns and torch.is_grad_enabled():  # validation losses are not learned from
-            others = [each for each in self._micro_batches if each.draw is not draw]
+            others = [micro_batch for micro_batch in self._micro_batches if micro_batch.draw is not draw]
             self._micro_batches = [*others, _MicroBatch(draw, errors.detach(), mask)]
         if self.weighting.is_factor:
             return draw.weights * errors  # the product of both weights is computed ahead, with the timesteps
@@ -343,7 +343,11 @@ class Strategy:
         """
         if not isinstance(draw, Draw):
             draws = draw
-            self._micro_batches = [each for each in self._micro_batches if any(each.draw is one for one in draws)]
+            applied = []
+            for micro_batch in self._micro_batches:
+                if any(micro_batch.draw is applied_draw for applied_draw in draws):
+                    applied.append(micro_batch)
+            self._micro_batches = applied
             draw = draws[-1]
         observation = self._observation(draw)
         measures = isinstance(self.sampler, MeasuresNetwork)
@@ -353,7 +357,7 @@ class Strategy:
             for name, values in (conditions or {}).items():
                 count, rows = len(observation.fractions), f"{len(values)} rows"
                 demand(len(values) == count, f"observe: conditions.{name}", rows, f"{count}, one for each image")
-        if any(each.mask is not None for each in self._micro_batches):
+        if any(micro_batch.mask is not None for micro_batch in self._micro_batches):
             learned_rows = self._rows_to_learn_from()
             observation = _select_rows(observation, learned_rows, self.group)
             conditions = conditions and {name: values[learned_rows] for name, values in conditions.items()}
@@ -408,10 +412,10 @@ class Strategy:
 
         Rows count through the micro-batches. A micro-batch without a mask counts in full.
         """
-        masks = [
-            torch.ones(len(each.draw.t), dtype=torch.bool) if each.mask is None else each.mask
-            for each in self._micro_batches
-        ]
+        masks = []
+        for micro_batch in self._micro_batches:
+            mask = micro_batch.mask
+            masks.append(torch.ones(len(micro_batch.draw.t), dtype=torch.bool) if mask is None else mask)
         device = self._micro_batches[-1].draw.t.device
         if all(mask.device.type == "cpu" for mask in masks):  # without synchronisation
             return on_device(torch.cat(masks).nonzero()[:, 0], device)
@@ -477,20 +481,22 @@ def _join_coordinates(parts: list[RandomCoordinates], ranks: int) -> RandomCoord
     """
     last = parts[-1]
     if ranks == 1:
-        count = sum(len(each.sample_indices) for each in parts)
+        count = sum(len(coordinates.sample_indices) for coordinates in parts)
         return last.replace(offset=0, sample_indices=range(count), batch_size=count)
     if len(parts) == 1:
         return last
     starts: dict[int, int] = {}  # by offset
     total = 0
-    for each in parts:
-        if each.offset not in starts:
-            starts[each.offset] = total
-            total += each.batch_size
+    for coordinates in parts:
+        if coordinates.offset not in starts:
+            starts[coordinates.offset] = total
+            total += coordinates.batch_size
     joined = last.replace(offset=0, batch_size=total)
-    indices: list[Any] = [each.replace(offset=starts[each.offset]).indices_in_step for each in parts]
-    ranges = all(isinstance(each, range) for each in indices)
-    if ranges and all(before.stop == after.start for before, after in pairwise(indices)):
+    indices: list[Any] = []
+    for coordinates in parts:
+        indices.append(coordinates.replace(offset=starts[coordinates.offset]).indices_in_step)
+    are_ranges = all(isinstance(sample_indices, range) for sample_indices in indices)
+    if are_ranges and all(before.stop == after.start for before, after in pairwise(indices)):
         return joined.replace(sample_indices=range(indices[0].start, indices[-1].stop))  # needs no copy to the CPU
-    tensors = [joined.replace(sample_indices=each).index_tensor() for each in indices]
+    tensors = [joined.replace(sample_indices=sample_indices).index_tensor() for sample_indices in indices]
     return joined.replace(sample_indices=torch.cat(tensors))

@@ -109,7 +109,7 @@ class TimeConvention:
         demand(
             inside, "check: t", f"{t.min().item():.4g} to {t.max().item():.4g}", f"0 to {last}, as timesteps() returns"
         )
-        columns = [each.detach().flatten(1).double().cpu() for each in (x0, noise, x_t)]
+        columns = [tensor.detach().flatten(1).double().cpu() for tensor in (x0, noise, x_t)]
         basis, values, t = torch.stack(columns[:2], 2), columns[2][:, :, None], t.cpu()  # (batch, size, 2 or 1)
         fitted = torch.linalg.lstsq(basis, values).solution
         worst = float(((basis @ fitted - values).norm(dim=(1, 2)) / values.norm(dim=(1, 2))).max())
@@ -123,6 +123,7 @@ class TimeConvention:
             same_kind = t.is_floating_point() == (name != "index")
             if same_kind and float((angles - TimeConvention(self.process, name).angles(t)).abs().max()) <= tolerance:
                 fits = f"; time={name!r} fits"
-        level, expected = (-2 * float(each[row].tan().log()) for each in (angles, self.angles(t)))
+        level = -2 * float(angles[row].tan().log())
+        expected = -2 * float(self.angles(t)[row].tan().log())
         got = f"ln SNR {level:.3g} at t = {t[row].item():.4g}"
         raise rejection("check: x_t", got, f"ln SNR {expected:.3g}, with time={self.name!r}{fits}")

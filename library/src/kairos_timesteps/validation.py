@@ -105,7 +105,8 @@ class ValidationLoss:
             image, level_indices = np.arange(count), np.arange(count) % strata
             times = [torch.from_numpy(u[level_indices])]
         with autocast or nullcontext():
-            losses = torch.cat([self.errors(network, k, each, self.of) for k, each in enumerate(times)]).numpy()
+            errors = [self.errors(network, number, fractions, self.of) for number, fractions in enumerate(times)]
+            losses = torch.cat(errors).numpy()
         with np.errstate(divide="ignore", invalid="ignore"):  # levels without an image
             size = np.bincount(level_indices, minlength=strata)
             level = np.bincount(level_indices, losses, strata) / size

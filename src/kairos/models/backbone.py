@@ -156,20 +156,20 @@ class Backbone(nn.Module):
         return pixels.reshape(batch, self.outputs, height, width)
 
 
-def describe_mismatch(expected: dict[str, Tensor], given: dict[str, Tensor]) -> str:
-    """Return a text that lists why weights `given` do not fit a model's weights `expected`; empty if they fit.
+def describe_mismatch(expected: dict[str, Tensor], loaded: dict[str, Tensor]) -> str:
+    """Return a text that lists why weights `loaded` do not fit a model's weights `expected`; empty if they fit.
 
     It has at most five names of each kind of problem. An example is ``missing: a.bias, a.weight; of another shape:
     b.weight (3, 2) for (3, 4)``, where (3, 4) is expected.
     """
     other_shapes = []
-    for name in sorted(expected.keys() & given.keys()):
-        given_shape, expected_shape = tuple(given[name].shape), tuple(expected[name].shape)
-        if given_shape != expected_shape:
-            other_shapes.append(f"{name} {given_shape} for {expected_shape}")
+    for name in sorted(expected.keys() & loaded.keys()):
+        loaded_shape, expected_shape = tuple(loaded[name].shape), tuple(expected[name].shape)
+        if loaded_shape != expected_shape:
+            other_shapes.append(f"{name} {loaded_shape} for {expected_shape}")
     problems = {
-        "missing": sorted(expected.keys() - given.keys()),
-        "not of this model": sorted(given.keys() - expected.keys()),
+        "missing": sorted(expected.keys() - loaded.keys()),
+        "not of this model": sorted(loaded.keys() - expected.keys()),
         "of another shape": other_shapes,
     }
     descriptions = []

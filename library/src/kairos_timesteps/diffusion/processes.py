@@ -180,10 +180,11 @@ class Discrete(Process):
     @staticmethod
     def check(options: Any) -> None:
         """Reject end points of beta that the schedule does not have, or that do not rise."""
-        given = options.beta_start, options.beta_end
-        got = f"{given[0]} and {given[1]} with schedule cosine"
-        demand(options.schedule_name != "cosine" or not any(given), "beta_start and beta_end", got, "null")
-        first, last = (beta or usual for beta, usual in zip(given, ENDS.get(options.schedule_name, (0, 1))))
+        got = f"{options.beta_start} and {options.beta_end} with schedule cosine"
+        has_ends = bool(options.beta_start or options.beta_end)
+        demand(options.schedule_name != "cosine" or not has_ends, "beta_start and beta_end", got, "null")
+        usual_first, usual_last = ENDS.get(options.schedule_name, (0, 1))
+        first, last = options.beta_start or usual_first, options.beta_end or usual_last
         demand(first < last, "beta_start", first, f"less than beta_end = {last}")
 
     def times(self, fractions: Any) -> Any:

@@ -137,8 +137,9 @@ def make_schedule(
     Raises:
         ConfigError: an unknown schedule.
     """
-    scale, usual = 1000 / timesteps if scale_betas else 1.0, ENDS.get(schedule, (0.0, 0.0))
-    first, last = ((given or end) * scale for given, end in zip((beta_start, beta_end), usual))
+    scale = 1000 / timesteps if scale_betas else 1.0
+    usual_first, usual_last = ENDS.get(schedule, (0.0, 0.0))
+    first, last = (beta_start or usual_first) * scale, (beta_end or usual_last) * scale
     if schedule == "linear":
         betas = np.linspace(first, last, timesteps)
     elif schedule in ("quadratic", "scaled_linear"):

@@ -242,9 +242,10 @@ class Adaptive(MeasuresNetwork, Sampler):
 
         features = len(self.features)
         with torch.device("meta"):
-            parameters = sum(each.numel() for each in Policy(channels, self.width, self.depth).parameters())
+            policy = Policy(channels, self.width, self.depth)
+        parameter_count = sum(parameter.numel() for parameter in policy.parameters())
         forward = 2 * (features + self.selected * batch) / self.frequency
-        return Cost(forward, state=3 * 4 * parameters + 8 * features * self.queue)
+        return Cost(forward, state=3 * 4 * parameter_count + 8 * features * self.queue)
 
     def _losses(self, observation: Observation, index: Tensor, t: Tensor, noise: str) -> Tensor:
         fractions = (t + 0.5).double() / self.schedule.timesteps
@@ -272,7 +273,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         log_density = self._log_density(a, b, observation.fractions).reshape(len(a), -1).sum(1)  # over times: (batch,)
         entropy = beta_distribution(a, b).entropy()
         (-self.objective(log_density, entropy, advantage).sum() / observation.coordinates.batch_size).backward()
-        gradients = [each.grad for each in self.policy.parameters() if each.grad is not None]
+        gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
         distributed.sum_tensors(gradients, self.group)
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.grad_clip)
         if not math.isfinite(norm.item()):

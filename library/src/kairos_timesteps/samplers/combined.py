@@ -41,8 +41,8 @@ def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
     sampler_class = SAMPLERS.entry(component["name"], where).component
     if not issubclass(sampler_class, FixedDensity):
         raise rejection(f"{where}.name", component["name"], "samplers of a fixed density")
-    given = {key: value for key, value in but_name(dict(component)).items() if key not in extra}
-    options = parse(sampler_class, given, where)
+    option_values = {key: value for key, value in but_name(dict(component)).items() if key not in extra}
+    options = parse(sampler_class, option_values, where)
     demand(not options.importance, f"{where}.importance", "true", "false; set it for the whole sampler")
     allowed = "random; the whole sampler has points, its components do not"
     demand(options.points == "random", f"{where}.points", options.points, allowed)

@@ -39,8 +39,8 @@ class Uncertainty(Learned, Weighting):
         from kairos_timesteps.optimizers import Adam  # imports torch
 
         super().__init__(options, schedule, prediction)
-        given = {"sigma_data": self.sigma_data} if self.base == "edm" else {}
-        self.base_weighting: Weighting = WEIGHTINGS.build(self.base, given, schedule, prediction)
+        base_options = {"sigma_data": self.sigma_data} if self.base == "edm" else {}
+        self.base_weighting: Weighting = WEIGHTINGS.build(self.base, base_options, schedule, prediction)
         self._base_weights: Array = self.base_weighting.weights()
         level = torch.from_numpy(-np.log(schedule.snr) / 8).float()[:, None]  # ln(sigma)/4, EDM's c_noise
         random = Stream(0, "uncertainty")
