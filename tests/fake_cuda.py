@@ -150,7 +150,8 @@ def count_kernels(function: Any, args: Any, limits: ListLimits) -> int:
     """
     name = function.__name__.split(".")[0]
     returns = function._schema.returns
-    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    aliases = [result.alias_info for result in returns if result.alias_info is not None]
+    is_view = any(not alias.is_write for alias in aliases)
     is_property = function.namespace == "prim"  # such as the device of a tensor
     if is_view or is_property or name.startswith(("empty", "new_empty")) or name in _WITHOUT_KERNELS:
         return 0

@@ -50,8 +50,8 @@ def test_gradient_moments_equal_those_of_a_matrix_of_all_gradients(name):
     """The metric scales the gradients of each parameter; dropout is off."""
     process, model, levels, count = as_process(name), Small(), [(0.0, 0.1), (0.1, 0.6), (0.9, 1.0)], 7
     x0 = torch.randn(3 * count, 6, 1, 1, generator=torch.Generator().manual_seed(1))
-    metric = [torch.rand_like(each) + 0.5 for each in model.parameters()]
-    diagonal = torch.cat([each.flatten() for each in metric]).double().numpy()
+    metric = [torch.rand_like(parameter) + 0.5 for parameter in model.parameters()]
+    diagonal = torch.cat([factors.flatten() for factors in metric]).double().numpy()
     plain, scaled = (
         compute_gradient_moments(model, process, x0, levels, seed=5),
         compute_gradient_moments(model, process, x0, levels, seed=5, metric=metric),
@@ -68,7 +68,7 @@ def test_gradient_moments_equal_those_of_a_matrix_of_all_gradients(name):
         rows = []
         for loss in losses:
             gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, materialize_grads=True)
-            rows.append(torch.cat([each.flatten() for each in gradients]).double().numpy())
+            rows.append(torch.cat([gradient.flatten() for gradient in gradients]).double().numpy())
         rows = np.array(rows)
         assert plain.losses[level] == pytest.approx(losses.detach().numpy(), rel=1e-4)
         for moments, gradient_rows in ((plain, rows), (scaled, rows * np.sqrt(diagonal))):

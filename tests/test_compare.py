@@ -237,7 +237,7 @@ def test_methods_of_two_experiments_compare_like_methods_of_one(tree, compare, t
         def rename(record, name=name, methods=methods):
             record["config"] |= {
                 "experiment": name,
-                "methods": {each: record["config"]["methods"][each] for each in methods},
+                "methods": {method: record["config"]["methods"][method] for method in methods},
             }
 
         edit(tmp_path / name, "*/seed*/milestones/*/milestone.json", rename)

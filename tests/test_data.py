@@ -228,7 +228,7 @@ def test_images_are_rotated_as_their_exif_orientation_requires(orientation, suff
     random_image(1, 8, 16).save(path, exif=exif)
     with Image.open(path) as image:
         expected = ImageOps.exif_transpose(image)
-    pixels = [to_pixels(each, "rgb", "center", None, "it") for each in (read_image(path), expected)]
+    pixels = [to_pixels(image, "rgb", "center", None, "it") for image in (read_image(path), expected)]
     assert np.array_equal(*pixels)
 
 

@@ -157,7 +157,7 @@ def test_two_processes_equal_one_with_nearest_noise_but_not_with_assigned_noise(
         method: {read_json(tmp_path / f"{method} {processes}" / "training.json")["identity"] for processes in (1, 2)}
         for method in ("nearest", "assignment")
     }
-    assert [len(each) for each in identities.values()] == [1, 2]
+    assert [len(identities_of_method) for identities_of_method in identities.values()] == [1, 2]
     with pytest.raises(AssertionError):
         assert_same(tmp_path / "assignment 1", tmp_path / "assignment 2")
 

@@ -124,7 +124,8 @@ def test_every_command_and_argument_is_there():
         parsers = [parser]
         for one in parsers:
             inner = [action for action in one._actions if isinstance(action, argparse._SubParsersAction)]
-            parsers += [each for action in inner for each in action.choices.values()]
+            for action in inner:
+                parsers += action.choices.values()
             assert f" {one.prog}\n" in text
             for option in (string for action in one._actions for string in action.option_strings):
                 assert option in ("-h", "--help") or f"`{option}" in part or f", {option}" in part, (name, option)
@@ -142,7 +143,7 @@ def test_every_field_of_an_experiment_file_is_there():
         for field, its in schema["$defs"][section]["properties"].items():
             assert f"| `{field}` |" in part
             if field not in reference._ELSEWHERE:
-                assert all(f"### {field}: {each}\n" in part for each in reference.described(its))
+                assert all(f"### {field}: {name}\n" in part for name in reference.described(its))
     assert "| `microbatch` | integer at least 1 or `null` | `null` |" in sections["training"]
     uniform = reference.described(schema["$defs"]["MethodConfig"]["properties"]["sampler"])["uniform"]
     assert "| `end` | integer at least 1 or `null` | `null` |" in reference.fields(uniform["properties"])

@@ -334,7 +334,7 @@ def test_latents_in_float16_take_half_the_disk_and_change_x0_by_rounding_alone(r
         assert np.array_equal(rows[:], latents.moments[name][:].astype(np.float16))
     flips = np.arange(100) % 3 == 0
     noise = torch.randn(100, *latents.shape, generator=torch.Generator().manual_seed(0))
-    x0, expected = (each.load_x0(range(100), flips, noise) for each in (half, latents))
+    x0, expected = (stored.load_x0(range(100), flips, noise) for stored in (half, latents))
     assert x0.dtype == expected.dtype == torch.float32
     # 2^-11 is the largest relative error of a rounded mean; the error of the standard deviation is smaller
     assert float((x0 - expected).abs().max() / expected.abs().max()) < 2**-10

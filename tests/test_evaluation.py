@@ -128,8 +128,11 @@ def test_torch_fidelity_computes_the_same_distance_with_the_classifier(results):
 
     torch_fidelity.register_feature_extractor("kairos-classifier", Classifier)
     dataset = open_dataset(results / "dataset")
-    images = (torch.from_numpy(np.array(dataset.images[rows])) for rows in (dataset.train, dataset.heldout[:330]))
-    real, held_out = (torch.utils.data.Subset(each.permute(0, 3, 1, 2), range(len(each))) for each in images)
+    subsets = []
+    for rows in (dataset.train, dataset.heldout[:330]):
+        images = torch.from_numpy(np.array(dataset.images[rows])).permute(0, 3, 1, 2)
+        subsets.append(torch.utils.data.Subset(images, range(len(images))))
+    real, held_out = subsets
     metrics = torch_fidelity.calculate_metrics(
         input1=held_out, input2=real, fid=True, cuda=False, cache=False, verbose=False, save_cpu_ram=True,
         feature_extractor="kairos-classifier",

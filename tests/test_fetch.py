@@ -61,10 +61,10 @@ class FileHandler(http.server.BaseHTTPRequestHandler):
         if path.startswith(f"/api/models/{repository}/tree/"):
             sizes = {name: len(content) for name, content in files.items()}
             oids = {name: hashlib.sha1(content).hexdigest() for name, content in files.items()}
-            tree = [{"type": "file", "path": each, "size": sizes[each], "oid": oids[each]} for each in files]
+            tree = [{"type": "file", "path": name, "size": sizes[name], "oid": oids[name]} for name in files]
             self._send(json.dumps(tree).encode(), body)
         elif path.startswith(f"/api/models/{repository}"):
-            listing = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": each} for each in files]}
+            listing = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
             self._send(json.dumps(listing).encode(), body)
         elif path.startswith(f"/{repository}/resolve/") and name in files:
             digest = hashlib.sha256(files[name]).hexdigest()

@@ -127,7 +127,7 @@ def changed(monkeypatch):
         assert text != source(path)
         before = {root: fingerprint.fingerprint([root]) for root in roots}
         with monkeypatch.context() as patch:
-            patch.setattr(fingerprint, "_source", lambda each: text if each == path else source(each))
+            patch.setattr(fingerprint, "_source", lambda file: text if file == path else source(file))
             patch.setattr(fingerprint, "_fingerprint", fingerprint._fingerprint.__wrapped__)
             return {root for root in roots if fingerprint.fingerprint([root]) != before[root]}
 
@@ -348,6 +348,6 @@ def test_edited_code_is_not_taken_from_the_cache(cache, monkeypatch):
     edited = source(path).replace("training.step += 1", "training.step += 2")
     assert edited != source(path)
     with monkeypatch.context() as patch:
-        patch.setattr(fingerprint, "_source", lambda each: edited if each == path else source(each))
+        patch.setattr(fingerprint, "_source", lambda file: edited if file == path else source(file))
         assert cache() != before
     assert cache() == before

@@ -118,10 +118,10 @@ def interrupt_runs(copy: Copy, way: str) -> str:
     )
     assert "Traceback" not in output and "Error in rule" not in output
     progress = {method: read_progress(copy, method) for method in methods}
-    assert sorted(each["state"] for each in progress.values()) == ["never begun", "stopped", "stopped"], way
-    for method, each in progress.items():
+    assert sorted(record["state"] for record in progress.values()) == ["never begun", "stopped", "stopped"], way
+    for method, record in progress.items():
         checkpoints = (copy.folder / record_path(method)).parent.glob(".state/*/checkpoints/*.ckpt")
-        assert max((int(path.stem) for path in checkpoints), default=0) == each["step"] < STEPS, way
+        assert max((int(path.stem) for path in checkpoints), default=0) == record["step"] < STEPS, way
     return next(method for method in methods if progress[method]["state"] == "stopped")
 
 

@@ -88,7 +88,8 @@ def test_results_are_imported_into_mlflow(project, tmp_path, monkeypatch):
     address = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     assert main(["track", "results/kept", "--out", str(tmp_path / "tracking.json")]) == 0
-    runs = mlflow.MlflowClient(address).search_runs([each.experiment_id for each in _list_experiments(address)])
+    experiment_ids = [experiment.experiment_id for experiment in _list_experiments(address)]
+    runs = mlflow.MlflowClient(address).search_runs(experiment_ids)
     assert {run.data.params.get("method", run.data.tags.get("method")) for run in runs} >= METHODS
 
 

@@ -36,8 +36,8 @@ def list_registered_code() -> list[tuple[str, str]]:
 def test_every_name_of_a_registry_leads_to_code():
     codes = sorted({code for _, code in list_registered_code()})
     parts = [code.split(":") for code in codes]
-    code = [getattr(importlib.import_module(module), attribute, None) for module, attribute in parts]
-    assert [name for name, each in zip(codes, code) if not callable(each)] == []
+    imported = [getattr(importlib.import_module(module), attribute, None) for module, attribute in parts]
+    assert [code for code, attribute in zip(codes, imported) if not callable(attribute)] == []
 
 
 def find_package(module: str) -> str:
@@ -69,7 +69,7 @@ def test_each_module_of_the_library_is_public_or_forbidden_to_the_pipeline():
     public = set(re.findall(r"`(\w+)`", listed[1]))
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     name = "the pipeline imports public modules of the library alone"
-    (contract,) = (each for each in settings["contracts"] if each["name"] == name)
+    (contract,) = (contract for contract in settings["contracts"] if contract["name"] == name)
     forbidden = {module.removeprefix("kairos_timesteps.") for module in contract["forbidden_modules"]}
     modules = {path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in LIBRARY.rglob("*.py")} - {"__init__"}
     assert public | forbidden == modules and not public & forbidden

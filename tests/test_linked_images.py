@@ -59,14 +59,16 @@ def check_equal(copied, linked, tmp_path):
         assert np.array_equal(copied.images[index], linked.images[index])
     assert copied.images.shape == linked.images.shape and len(copied.images) == len(linked.images)
     different = {"content_sha256", "files", "refers"}
-    known = [{k: v for k, v in each.manifest.items() if k not in different} for each in (copied, linked)]
-    assert known[0] == known[1]
+    equal_fields = []
+    for dataset in (copied, linked):
+        equal_fields.append({key: value for key, value in dataset.manifest.items() if key not in different})
+    assert equal_fields[0] == equal_fields[1]
     check_files(linked.folder, linked.manifest["files"], "")
     make_autoencoder(
         AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=4), copied, tmp_path / "ae", CPU
     )
-    for each in (copied, linked):
-        encode(each, load_codec(tmp_path / "ae"), tmp_path / f"latents-{each.folder.name}", True, 4)
+    for dataset in (copied, linked):
+        encode(dataset, load_codec(tmp_path / "ae"), tmp_path / f"latents-{dataset.folder.name}", True, 4)
     for name in ("mean", "logvar", "mean_flipped", "logvar_flipped"):
         copy, refer = (sha256_file(tmp_path / f"latents-{kind}" / f"{name}.npy") for kind in ("copy", "refer"))
         assert copy == refer
@@ -91,7 +93,7 @@ def test_an_autoencoder_trained_on_linked_images_has_equal_weights(tmp_path):
     write_images(tmp_path / "in", 9)
     copied, linked = prepare_both(folder_config(tmp_path / "in"), tmp_path)
     settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=4)
-    one, other = (make_autoencoder(settings, each, tmp_path / "ae", CPU) for each in (copied, linked))
+    one, other = (make_autoencoder(settings, dataset, tmp_path / "ae", CPU) for dataset in (copied, linked))
     assert one == other
 
 
@@ -267,8 +269,8 @@ def test_training_on_pixels_rejects_linked_images():
 
 def test_classes_of_held_out_images_agree_by_name(tmp_path):
     for folder, classes in (("train", "abc"), ("test", "cb"), ("odd", "ad"), ("flat", "")):
-        for each in classes or [""]:
-            write_images(tmp_path / folder / each, 2)
+        for class_name in classes or [""]:
+            write_images(tmp_path / folder / class_name, 2)
     opened = open_source(folder_config(tmp_path / "train", heldout=str(tmp_path / "test")))
     assert opened.labels.tolist() == [0, 0, 1, 1, 2, 2, 1, 1, 2, 2] and opened.classes == ["a", "b", "c"]
     with pytest.raises(ConfigError, match=r"dataset\.heldout.*classes \['a', 'd'\].*\['a', 'b', 'c'\].*unknown: d"):

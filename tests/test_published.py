@@ -68,10 +68,10 @@ def test_rows_with_equal_protocols_are_compared(folder):
 )
 def test_rows_with_other_protocols_are_shown_and_not_compared(folder, changed, obstacle):
     rows = published_numbers.compare_published_numbers(collect(make_recipe(BLOCK | changed), folder))
-    changed_row = next(each for each in rows if each.row.row == "uniform" and each.row.value == 20.0)
+    changed_row = next(compared for compared in rows if compared.row.row == "uniform" and compared.row.value == 20.0)
     assert changed_row.obstacle == obstacle
     assert changed_row.measured == pytest.approx(compute_mean_distance("uniform", 400))
-    others = [each.obstacle for each in rows if each is not changed_row]
+    others = [compared.obstacle for compared in rows if compared is not changed_row]
     assert not any(others) if "steps" in changed else set(others) == {obstacle}
 
 
@@ -140,9 +140,11 @@ def test_accelerations_have_an_interval_over_seeds(folder):
         m: [np.array([results_tree.distance(m, seed, int(s)) for s in steps]) for seed in SEEDS]
         for m in results.methods
     }
-    each = [highest_cost_ratio(steps, base, steps, method) for base, method in zip(curves["uniform"], curves["speed"])]
-    test = stats.ttest_1samp(np.log(each), 0).confidence_interval()
-    assert acceleration.measured.value == pytest.approx(np.exp(np.mean(np.log(each))))
+    ratios = []
+    for uniform_curve, speed_curve in zip(curves["uniform"], curves["speed"]):
+        ratios.append(highest_cost_ratio(steps, uniform_curve, steps, speed_curve))
+    test = stats.ttest_1samp(np.log(ratios), 0).confidence_interval()
+    assert acceleration.measured.value == pytest.approx(np.exp(np.mean(np.log(ratios))))
     assert acceleration.measured.seed_count == 5
     assert [acceleration.measured.low, acceleration.measured.high] == pytest.approx(np.exp(test))
 

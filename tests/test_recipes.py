@@ -56,7 +56,7 @@ def test_rows_of_recipes_equal_the_published_results():
     expected = {(*(row[name] for name in names), float(row["value"])) for row in rows}
     recipe_rows = {make_key(block, row): (block, row) for _, block, row in list_published_rows()}
     assert expected <= recipe_rows.keys()
-    additional = {each: recipe_rows[each] for each in recipe_rows.keys() - expected}
+    additional = {key: recipe_rows[key] for key in recipe_rows.keys() - expected}
     assert {(block.table, block.metric) for block, _ in additional.values()} == OF_THE_PAPER and len(additional) == 57
     lines = [re.sub(r"[$\\ ]|</?u>", "", line).split("\t") for line in paper.read_text().splitlines()]
     for block, row in additional.values():

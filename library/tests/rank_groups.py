@@ -90,9 +90,11 @@ def train_in_mesh(specifications: list[Any]) -> dict[str, list[dict[str, Any]]]:
     mesh = distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     half, group = mesh.get_local_rank("data"), mesh.get_group("data")
     return {
-        "group": [train(each, half, indexed=True, process_group=group) for each in specifications],
-        "mesh": [train(each, half, process_group=mesh["data"]) for each in specifications],
-        "micro-batches": [train(each, half, process_group=group, micro_batches=2) for each in specifications],
+        "group": [train(specification, half, indexed=True, process_group=group) for specification in specifications],
+        "mesh": [train(specification, half, process_group=mesh["data"]) for specification in specifications],
+        "micro-batches": [
+            train(specification, half, process_group=group, micro_batches=2) for specification in specifications
+        ],
     }
 
 

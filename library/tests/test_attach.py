@@ -230,6 +230,10 @@ ADAPTS = Specification({"name": "adaptive", "frequency": 1, "feature_timesteps":
 OVERFLOWS = [True, True, False, False, True, False, False]
 
 
+def sampler_name(specification):
+    return specification.sampler["name"]
+
+
 def mixed_precision(specification, optimizer, attached, scaled, resume=None, to_none=True):
     def build():
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
@@ -247,7 +251,7 @@ def mixed_precision(specification, optimizer, attached, scaled, resume=None, to_
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("specification", [LEARNS, MEASURES, ADAPTS], ids=lambda each: each.sampler["name"])
+@pytest.mark.parametrize("specification", [LEARNS, MEASURES, ADAPTS], ids=sampler_name)
 def test_a_step_that_grad_scaler_skips_is_not_observed(specification, optimizer, scaled):
     explicit = mixed_precision(specification, optimizer, False, scaled)
     results = mixed_precision(specification, optimizer, True, scaled)
@@ -560,12 +564,12 @@ def test_weights_change_only_the_gradient_and_masks_only_the_statistics(name):
     plain, masked, weighted, fewer = (Plain(name) for _ in range(4))
     errors = torch.rand(8, generator=torch.Generator().manual_seed(0))
     losses = {}
-    for each, arguments in ((plain, {}), (masked, {"mask": mask}), (weighted, {"weights": weights})):
-        t = each.timesteps(IMAGES)
-        scale = each.network.layer.bias * 0 + 1
-        losses[each] = each.timesteps.loss(errors * scale, **arguments)
-        losses[each].backward()
-        each.optimizer.step()
+    for trainer, arguments in ((plain, {}), (masked, {"mask": mask}), (weighted, {"weights": weights})):
+        t = trainer.timesteps(IMAGES)
+        scale = trainer.network.layer.bias * 0 + 1
+        losses[trainer] = trainer.timesteps.loss(errors * scale, **arguments)
+        losses[trainer].backward()
+        trainer.optimizer.step()
     assert equal_bits(losses[plain], losses[masked])
     assert equal_bits(plain.state, weighted.state) and not equal_bits(plain.state["sampler"], masked.state["sampler"])
     draw = fewer.timesteps.strategy.draw(IMAGES).rows(0, 5)
@@ -665,7 +669,7 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("given", "evaluated", "gradients", "validation"),
+    ("attached", "evaluated", "gradients", "validation"),
     [
         # network given to attach, network whose method eval is called, gradients: is it a validation
         ("network", None, torch.enable_grad, False),
@@ -683,12 +687,12 @@ class Wrapped(nn.Module):
         ("function", None, torch.no_grad, True),
     ],
 )
-def test_the_mode_of_the_given_network_decides_what_a_validation_is(given, evaluated, gradients, validation):
+def test_the_mode_of_the_given_network_decides_what_a_validation_is(attached, evaluated, gradients, validation):
     """A training draw counts as used even if its loss has no gradient; a draw of a validation changes nothing."""
     wrapper = Wrapped()
     networks = {"network": wrapper.module, "wrapper": wrapper, "function": lambda x_t, t: wrapper(x_t, t), None: None}
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
-    timesteps = attach("loss_rms+min_snr", "linear", optimizer, networks[given])
+    timesteps = attach("loss_rms+min_snr", "linear", optimizer, networks[attached])
     before = copy.deepcopy(timesteps.strategy.state_dict())
     if evaluated:
         networks[evaluated].eval()
@@ -1080,7 +1084,7 @@ def load(values, folder):
 
 @IN_ONE_PROCESS
 @pytest.mark.parametrize("without_backward", [True, False])
-@pytest.mark.parametrize("specification", [LEARNS, POLICY, NOISE], ids=lambda each: each.sampler["name"])
+@pytest.mark.parametrize("specification", [LEARNS, POLICY, NOISE], ids=sampler_name)
 def test_a_distributed_checkpoint_within_a_step_contains_the_last_complete_step(
     specification, without_backward, tmp_path
 ):
@@ -1102,10 +1106,10 @@ def test_a_distributed_checkpoint_within_a_step_contains_the_last_complete_step(
     resumed.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
     trainer.optimizer.zero_grad()
     trainer.t, trainer.losses = [], []
-    for each in (trainer, resumed):
+    for continued in (trainer, resumed):
         for _ in range(2):
-            each.batch()
-            each.step()
+            continued.batch()
+            continued.step()
     assert equal_bits(resumed.results(), trainer.results())
 
 
@@ -1121,7 +1125,7 @@ def test_a_distributed_checkpoint_without_values_that_were_learned_is_rejected(t
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("specification", [Specification(), LEARNS, MEASURES], ids=lambda each: each.sampler["name"])
+@pytest.mark.parametrize("specification", [Specification(), LEARNS, MEASURES], ids=sampler_name)
 def test_the_step_that_creates_the_optimizers_state_is_not_counted(specification, train):
     """torch.distributed.checkpoint calls `step` with gradients and learning rates of 0 before the first save."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # takes a second
@@ -1253,8 +1257,8 @@ def resume_on_two_ranks(specification, group, folder):
     resumed.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
     resumed.batches = trainer.batches
     trainer.t, trainer.losses = [], []
-    for each in (trainer, resumed):
-        train_two_steps(each)
+    for continued in (trainer, resumed):
+        train_two_steps(continued)
     return {"equal": equal_bits(resumed.results(), trainer.results()), "saved": saved}
 
 
@@ -1282,8 +1286,12 @@ def train_on_two_ranks(specifications, resumed, folder):
                 trainer.step()
             pair.append(trainer.results())
         results.append({"equal": equal_bits(*pair), "state": pair[0]["state"], "t": torch.stack(pair[0]["t"])})
-    sharded = [equal_bits(train_with_fsdp(True, each), train_with_fsdp(False, each)) for each in (True, False)]
-    resumes = [resume_on_two_ranks(each, group, folder / str(number)) for number, each in enumerate(resumed)]
+    sharded = []
+    for synchronised in (True, False):
+        sharded.append(equal_bits(train_with_fsdp(True, synchronised), train_with_fsdp(False, synchronised)))
+    resumes = []
+    for number, specification in enumerate(resumed):
+        resumes.append(resume_on_two_ranks(specification, group, folder / str(number)))
     return {"trainings": results, "sharded": sharded, "masked": train_with_masks(), "resumes": resumes}
 
 

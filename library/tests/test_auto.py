@@ -117,10 +117,10 @@ def test_coarse_to_fine_resumes_with_its_weights():
     other.load_state_dict(strategy.state_dict())
     for _ in range(160):  # the weights change on the way
         both = []
-        for each in (strategy, other):
-            draw = each.draw(torch.zeros(64, 1))
-            each.loss(draw, draw.fractions.float() + 0.1)
-            with each.observe(draw):
+        for trained in (strategy, other):
+            draw = trained.draw(torch.zeros(64, 1))
+            trained.loss(draw, draw.fractions.float() + 0.1)
+            with trained.observe(draw):
                 both.append(draw)
         assert torch.equal(both[0].t, both[1].t) and torch.equal(both[0].weights, both[1].weights)
     assert strategy.weighting.weights().tobytes() == other.weighting.weights().tobytes()

@@ -512,10 +512,10 @@ def test_listed_times_in_turn_have_the_shape_of_the_times():
 @pytest.mark.parametrize("frames", [4, [4] * 8, torch.full((8,), 4)])
 def test_shift_takes_frames_and_tokens_as_number_list_or_tensor(frames, tokens, times):
     options = {"law": "linear", "low": 1.0, "high": 3.0}
-    draws = [
-        kairos_timesteps.Strategy("shift", "flow", sampler=options).draw(X0, times=times, frames=each, tokens=size)
-        for each, size in ((frames, tokens), (4, 1024))
-    ]
+    draws = []
+    for context in ({"frames": frames, "tokens": tokens}, {"frames": 4, "tokens": 1024}):
+        strategy = kairos_timesteps.Strategy("shift", "flow", sampler=options)
+        draws.append(strategy.draw(X0, times=times, **context))
     assert draws[0].t.shape == (8, *times)
     torch.testing.assert_close(draws[0].t, draws[1].t)
 

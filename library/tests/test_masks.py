@@ -50,8 +50,8 @@ def test_a_step_whose_samples_are_all_masked_changes_no_statistics(name):
     network = Conditional()
     strategy = Strategy(f"{name}+coarse_to_fine", timesteps=20, sampler=small_options(name))
     plain = Strategy(f"{name}+coarse_to_fine", timesteps=20, sampler=small_options(name))
-    for each in (strategy, plain):
-        step(each, network, each.draw(IMAGES))
+    for trained in (strategy, plain):
+        step(trained, network, trained.draw(IMAGES))
     before = strategy.state_dict()
     loss = step(strategy, network, strategy.draw(IMAGES), torch.zeros(8, dtype=torch.bool))
     assert equal_bits(loss, step(plain, network, plain.draw(IMAGES)))

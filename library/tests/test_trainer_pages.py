@@ -279,7 +279,7 @@ def test_the_page_of_animalorastudio_works(monkeypatch):
             strategy.weighted(draw, times[-1] * torch.rand(6, generator=random), ~is_reg)
         with strategy.observe(draw):
             pass
-    assert all(torch.equal(*each) for each in zip(loop.times, times, strict=True))
+    assert all(torch.equal(t, expected) for t, expected in zip(loop.times, times, strict=True))
     assert loop.sampler.status()["kind"] == "kairos" and loop.sampler.status()["updates"] > 0
 
     resumed = Studio(make())
@@ -290,7 +290,7 @@ def test_the_page_of_animalorastudio_works(monkeypatch):
     resumed.sampler.load_state_dict(state)
     for masks in plan[6:]:
         resumed.step(masks)
-    assert all(torch.equal(*each) for each in zip(resumed.times, loop.times, strict=True))
+    assert all(torch.equal(t, expected) for t, expected in zip(resumed.times, loop.times, strict=True))
 
     built = build(Namespace(kairos_sampler="log_normal", seed=None), 100)
     (block,) = blocks("animalorastudio")

@@ -174,8 +174,8 @@ def plain_loop(name, steps=STEPS):
         output = call(network, (1.0 - sigmas) * x0 + sigmas * noise, scheduler.timesteps[indices], conditions(number))
         return ((output.float() - (noise - x0).float()) ** 2).flatten(1).mean(1)
 
-    def predict(x_t, indices, **given):
-        return call(network, x_t, scheduler.timesteps[indices], given)
+    def predict(x_t, indices, **step_conditions):
+        return call(network, x_t, scheduler.timesteps[indices], step_conditions)
 
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     batches = [IMAGES[rows(number)] for number in range(steps * ACCUMULATE)]
@@ -276,7 +276,8 @@ def test_prior_preservation_weighs_and_masks_the_prior():
     torch.testing.assert_close(at["loss"], errors[:2].mean() + 0.3 * errors[2:].mean())
     at["loss"].backward()
     assert at["strategy"]._micro_batches[0][0].t.numel() == len(indices) == BATCH
-    assert [each.mask.tolist() for each in at["strategy"].strategy._micro_batches] == [[True, True, False, False]]
+    (micro_batch,) = at["strategy"].strategy._micro_batches
+    assert micro_batch.mask.tolist() == [True, True, False, False]
 
 
 class TextToNoise(torch.nn.Module):

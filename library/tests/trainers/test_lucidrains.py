@@ -146,7 +146,7 @@ def plain_diffusion_run(name, images):
 
     network = diffusion.model
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2, betas=(0.9, 0.99))
-    batches = [diffusion.normalize(each) for each in images]
+    batches = [diffusion.normalize(batch) for batch in images]
     predict = (lambda x_t, t: network(x_t, t)) if measures(name) else None
     process = as_process(diffusion.alphas_cumprod, prediction="v")
     return explicit(name, process, None, network, optimizer, batches, errors, ACCUMULATE, predict, clip=1.0)
@@ -223,9 +223,9 @@ def test_times_that_are_given_are_used_with_the_loss_of_the_trainer():
     plain.loss_weight.fill_(1.0)
     diffusion.attach("loss_rms", torch.optim.SGD(diffusion.parameters(), lr=0.1))
     times, losses = torch.tensor([1, 500, 999]), []
-    for each in (diffusion, plain):
+    for trained in (diffusion, plain):
         torch.manual_seed(0)
-        losses.append(each(IMAGES[:3], times=times))
+        losses.append(trained(IMAGES[:3], times=times))
     assert equal_bits(*losses) and diffusion.strategy.strategy.state_dict()["drawn"] == [0, 0]
 
 
@@ -262,7 +262,8 @@ def test_validation_of_the_diffusion(folder, tmp_path):
     for number, loss in ((0, names["mlperf"]), (1, names["middle"])):
         t = ((torch.arange(16) % 8 + number / 2) / 8 * 100).long()
         noise = Stream(0, "validation noise").normal(0, range(16), (1, 8, 8))
-        signal, rest = (each[t].view(-1, 1, 1, 1).sqrt() for each in (schedule, 1 - schedule))
+        signal = schedule[t].view(-1, 1, 1, 1).sqrt()
+        rest = (1 - schedule)[t].view(-1, 1, 1, 1).sqrt()
         with torch.no_grad():
             output = diffusion.model(signal * IMAGES[:16] + rest * noise, t)
         errors = (output - (signal * noise - rest * IMAGES[:16])).square().mean((1, 2, 3))
@@ -315,7 +316,7 @@ def plain_flow_run(name, images):
         return (output - (x0 - noise)).square().flatten(1).mean(1)
 
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    batches = [flow.data_normalize_fn(each) for each in images]
+    batches = [flow.data_normalize_fn(batch) for batch in images]
     predict = (lambda x_t, t: -network(x_t, times=t)) if measures(name) else None
     return explicit(
         name, "flow", "data_is_one", network, optimizer, batches, errors, ACCUMULATE, predict, clip=0.5

@@ -134,11 +134,16 @@ def explicit(
     convention = TimeConvention(as_process(process), time)
     called = copy.copy(convention.process)
     if predict:
-        called.predict = lambda _, x_t, t, given=None: predict(x_t, convention.to_trainer(t), **(given or {}))
-    strategy, run, draws, given = quicken(Strategy(name, called)), Run(), [], []
+
+        def predict_at_times_of_process(_: Any, x_t: Tensor, t: Tensor, by_name: Any = None) -> Tensor:
+            return predict(x_t, convention.to_trainer(t), **(by_name or {}))
+
+        called.predict = predict_at_times_of_process
+    strategy, run = quicken(Strategy(name, called)), Run()
+    draws, step_conditions = [], []
     for number, x0 in enumerate(batches):
         draws.append(strategy.draw(x0))
-        given.append(conditions(number))
+        step_conditions.append(conditions(number))
         run.t.append(convention.to_trainer(draws[-1].t))
         loss = strategy.loss(draws[-1], errors(number, x0, run.t[-1]))
         run.losses.append(loss.detach())
@@ -147,11 +152,14 @@ def explicit(
             continue
         if clip:
             torch.nn.utils.clip_grad_norm_(network.parameters(), clip)
-        joined = {key: torch.cat([each[key] for each in given]) for key in given[0]} if predict else {}
+        joined = {}
+        if predict:
+            for key in step_conditions[0]:
+                joined[key] = torch.cat([micro_batch_conditions[key] for micro_batch_conditions in step_conditions])
         with strategy.observe(draws, network, optimizer, joined or None):
             optimizer.step()
         after_step()
         optimizer.zero_grad()
-        draws, given = [], []
+        draws, step_conditions = [], []
     run.strategy, run.network = strategy.state_dict(), copy.deepcopy(network.state_dict())
     return run
