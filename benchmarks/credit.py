@@ -97,7 +97,7 @@ def with_error(estimator: Estimator, n: int) -> tuple[float, float]:
     return split_half(estimator, n, measurements), float(np.std(without_block) * (blocks - 1) ** 0.5)
 
 
-def rows_of(frozen: FrozenRun, schedule: str, count: int) -> list[dict[str, Any]]:
+def rows_of(run: FrozenRun, schedule: str, count: int) -> list[dict[str, Any]]:
     """Return the table rows of all estimators at one step of a training run, one for each n, see `summaries`.
 
     The columns `TRUTHS` are empty, except at the largest n of estimators of the target's reduction.
@@ -105,7 +105,7 @@ def rows_of(frozen: FrozenRun, schedule: str, count: int) -> list[dict[str, Any]
     rows = []
     profiles = {}  # estimate from all measurements, by name
     comparable = {}  # number of measurements of the estimators of the target's reduction, by name
-    for estimator in measure_all(frozen, count):
+    for estimator in measure_all(run, count):
         if estimator.profile and "rms" not in estimator.name:
             comparable[estimator.name] = estimator.count
         profiles[estimator.name] = estimator.estimate(np.arange(estimator.count)).mean(0)
@@ -117,7 +117,7 @@ def rows_of(frozen: FrozenRun, schedule: str, count: int) -> list[dict[str, Any]
             value, error = with_error(estimator, n)
             rows.append(
                 {
-                    "schedule": schedule, "step": frozen.training.step, "estimator": estimator.name, "n": n,
+                    "schedule": schedule, "step": run.training.step, "estimator": estimator.name, "n": n,
                     "correlation": value, "standard_error": error,
                     "forwards_per_measurement": estimator.cost,
                     **dict.fromkeys(TRUTHS, ""),
@@ -212,9 +212,9 @@ def main() -> None:
             for until in sorted(arguments.steps):
                 for _ in train(training, until):
                     pass
-                frozen = FrozenRun(training)
-                rows += rows_of(frozen, schedule, arguments.measurements)
-                agreement_rows = agreement(feature_vectors(frozen, steps), min(20, steps // 3), 3, 1 / frozen.size)
+                run = FrozenRun(training)
+                rows += rows_of(run, schedule, arguments.measurements)
+                agreement_rows = agreement(feature_vectors(run, steps), min(20, steps // 3), 3, 1 / run.size)
                 features += [{"schedule": schedule, "step": until, **row} for row in agreement_rows]
                 print(f"{schedule}, step {until}: {time.perf_counter() - begun:.0f} s", flush=True)
     means = summaries(rows)
@@ -246,7 +246,7 @@ def main() -> None:
         options += f" --config {arguments.config}" if arguments.config else ""
         how = (
             f"python benchmarks/credit.py {options}: batch "
-            f"{frozen.size}, T {frozen.schedule.timesteps}, {sum(p.numel() for p in frozen.network.parameters())} "
+            f"{run.size}, T {run.schedule.timesteps}, {sum(p.numel() for p in run.network.parameters())} "
             f"parameters, torch {torch.__version__}, {device.type}, 1 thread"
         )
         write(arguments.out, how, [*means, *rows])

@@ -27,7 +27,7 @@ from kairos_timesteps.strategy import Strategy
 
 Array = NDArray[np.float64]
 BINS = 16
-FRESH = 10**6  # measurements use batches from this many times the step on: others at every step
+FRESH = 10**6  # measurements at step s use the batches from FRESH * (1 + s) on, so that no two steps share batches
 TARGET = 256  # samples of the fixed set that a step's effect is measured on
 PERTURBATION = 0.5  # of the density in a bin, up or down, for antithetic batches
 
@@ -191,7 +191,7 @@ def mean_of(values: Array) -> Callable[[Array], Array]:
     return lambda selected: values[selected].mean(0)
 
 
-def published(frozen: FrozenRun, name: str, count: int) -> list[Estimator]:
+def measure_published(run: FrozenRun, name: str, count: int) -> list[Estimator]:
     """Measure the rewards of sampler `name`, ``adaptive`` or ``adaptive_official``, and return four estimators.
 
     They are the policy gradient of a and b, its two terms, and the mean reward by bins of t. In the first term, the
@@ -201,7 +201,7 @@ def published(frozen: FrozenRun, name: str, count: int) -> list[Estimator]:
     The policy keeps its initial value, close to uniform, because its learning rate is 1e-30. The queue is filled before
     the first measurement; S is selected again after every measurement, as in training.
     """
-    strategy = Strategy(name, frozen.process, sampler={"frequency": 1, "lr": 1e-30}, seed=frozen.first)
+    strategy = Strategy(name, run.process, sampler={"frequency": 1, "lr": 1e-30}, seed=run.first)
     sampler: Any = strategy.sampler
     compute_advantage = sampler.advantage
     rewards = []
@@ -215,12 +215,12 @@ def published(frozen: FrozenRun, name: str, count: int) -> list[Estimator]:
     tables = []
     warm_up = sampler.queue
     for number in range(warm_up + count):
-        x0, conditions = frozen.batch(number)
+        x0, conditions = run.batch(number)
         draw = strategy.draw(x0)
-        frozen.backward(strategy.weighted(draw, frozen.losses(number, draw.fractions)))
-        with strategy.observe(draw, frozen.network, frozen.optimizer, conditions):
-            frozen.optimizer.step()
-        frozen.restore()
+        run.backward(strategy.weighted(draw, run.losses(number, draw.fractions)))
+        with strategy.observe(draw, run.network, run.optimizer, conditions):
+            run.optimizer.step()
+        run.restore()
         if number < warm_up:
             continue
         a, b = (value.detach().requires_grad_() for value in sampler.policy(x0))
@@ -237,7 +237,7 @@ def published(frozen: FrozenRun, name: str, count: int) -> list[Estimator]:
             gradients[suffix].append([half.mean(0) for half in halves(score * factor)])
         tables.append(tables_of_halves(draw.fractions, rewards[-1].double().numpy()))
     table = np.array(tables)  # (count, halves, sums and numbers, BINS)
-    cost = (2 * len(sampler.features)) / frozen.size + 2 * sampler.selected
+    cost = (2 * len(sampler.features)) / run.size + 2 * sampler.selected
     estimators = []
     for suffix, values in gradients.items():
         estimate = mean_of(np.array(values, np.float64))
@@ -246,41 +246,41 @@ def published(frozen: FrozenRun, name: str, count: int) -> list[Estimator]:
     return estimators
 
 
-def second_moment_of_loss(frozen: FrozenRun, count: int) -> Estimator:
+def measure_second_moment(run: FrozenRun, count: int) -> Estimator:
     """Measure the root mean square of the loss by bins, from the losses of the training step, at no further cost."""
     tables = []
     for number in range(count):
-        fractions = frozen.draws(number)
+        fractions = run.draws(number)
         with torch.no_grad():
-            squares = frozen.losses(number, fractions).double().cpu().numpy() ** 2
+            squares = run.losses(number, fractions).double().cpu().numpy() ** 2
         tables.append(tables_of_halves(fractions, squares))
     table = np.array(tables)  # (count, halves, sums and numbers, BINS)
     return Estimator("loss rms", 0.0, count, lambda selected: np.sqrt(ratio(table[selected].sum(0))))
 
 
-def gradient_moments(frozen: FrozenRun, name: str, options: dict[str, Any], count: int) -> Estimator:
-    """Measure by bins of t as sampler `name`, ``gradient_norm`` or ``first_order``, does; return the estimator.
+def measure_gradients(run: FrozenRun, name: str, options: dict[str, Any], count: int) -> Estimator:
+    """Measure gradients by bins of t with sampler `name`, ``gradient_norm`` or ``first_order``; return the estimator.
 
     Each half of the images of a batch gives an estimate. `options` are options of the sampler.
     """
-    half_size = frozen.size // 2
+    half_size = run.size // 2
     samples_per_bin = max(2, half_size // BINS)
-    sampler: Any = SAMPLERS.build(name, {"bins": BINS, "samples": samples_per_bin, **options}, frozen.schedule)
+    sampler: Any = SAMPLERS.build(name, {"bins": BINS, "samples": samples_per_bin, **options}, run.schedule)
     values = np.zeros((count, 2, BINS))
     for number in range(count):
-        x0, conditions = frozen.batch(number)
+        x0, conditions = run.batch(number)
         for half, images in enumerate((slice(0, half_size), slice(half_size, 2 * half_size))):
             half_conditions = {key: value[images] for key, value in conditions.items()}
-            observation = frozen.observation(x0[images], half_conditions, 2 * number + half)
+            observation = run.observation(x0[images], half_conditions, 2 * number + half)
             values[number, half] = sampler.measure(observation)
     samples = BINS * samples_per_bin * 2  # of both halves
     if name == "first_order":
-        return Estimator("first order", 3 * 2 * samples / frozen.size, count, mean_of(values))
+        return Estimator("first order", 3 * 2 * samples / run.size, count, mean_of(values))
     label = f"gradient rms, {sampler.norm}"
-    return Estimator(label, 3 * samples / frozen.size, count, lambda selected: np.sqrt(values[selected].mean(0)))
+    return Estimator(label, 3 * samples / run.size, count, lambda selected: np.sqrt(values[selected].mean(0)))
 
 
-def regressions(frozen: FrozenRun, count: int) -> list[Estimator]:
+def measure_regressions(run: FrozenRun, count: int) -> list[Estimator]:
     """Measure steps, and return the regression of each target's reduction on the batch's histogram of timesteps.
 
     The steps alternate between the two halves of a measurement.
@@ -289,9 +289,9 @@ def regressions(frozen: FrozenRun, count: int) -> list[Estimator]:
     reductions = np.zeros((count, 2, 2))  # measurement, half, target
     for number in range(count):
         for half in range(2):
-            fractions = frozen.draws(2 * number + half)
-            histograms[number, half] = np.bincount(bins_of(fractions), minlength=BINS) / frozen.size
-            reductions[number, half] = frozen.reduction(2 * number + half, fractions)
+            fractions = run.draws(2 * number + half)
+            histograms[number, half] = np.bincount(bins_of(fractions), minlength=BINS) / run.size
+            reductions[number, half] = run.reduction(2 * number + half, fractions)
 
     def make_estimate(target: int) -> Callable[[Array], Array]:
         def estimate(selected: Array) -> Array:
@@ -301,7 +301,7 @@ def regressions(frozen: FrozenRun, count: int) -> list[Estimator]:
 
         return estimate
 
-    cost = 2 * 2 * TARGET / frozen.size
+    cost = 2 * 2 * TARGET / run.size
     return [
         Estimator(f"regression, {name}", cost, count, make_estimate(target), least=10)
         for target, name in enumerate(("loss", "VLB"))
@@ -319,13 +319,13 @@ def ridge(features: Array, values: Array) -> Array:
     return np.linalg.solve(squares + penalty * np.eye(len(squares)), x.T @ y)
 
 
-def antithetic(frozen: FrozenRun, count: int) -> list[Estimator]:
+def measure_antithetic(run: FrozenRun, count: int) -> list[Estimator]:
     """Measure pairs of steps on batches with opposite densities, and return an estimator for each target.
 
     The uniform density is perturbed by +xi and by -xi, with random signs xi by bins. An estimate is the difference of
     the two reductions, times xi.
     """
-    random = np.random.default_rng(frozen.first)
+    random = np.random.default_rng(run.first)
     values = np.zeros((count, 2, 2, BINS))  # measurement, half, target, bin
     for number in range(count):
         for half in range(2):
@@ -333,19 +333,19 @@ def antithetic(frozen: FrozenRun, count: int) -> list[Estimator]:
             reductions = []
             for index, sign in enumerate((1, -1)):
                 density = (1 + sign * PERTURBATION * xi) / BINS
-                bins = random.choice(BINS, frozen.size, p=density / density.sum())
-                fractions = torch.from_numpy((bins + random.random(frozen.size)) / BINS)
-                reductions.append(frozen.reduction(4 * number + 2 * half + index, fractions))
+                bins = random.choice(BINS, run.size, p=density / density.sum())
+                fractions = torch.from_numpy((bins + random.random(run.size)) / BINS)
+                reductions.append(run.reduction(4 * number + 2 * half + index, fractions))
             difference = reductions[0] - reductions[1]  # by target
             values[number, half] = difference[:, None] * xi / (2 * PERTURBATION)
-    cost = 4 * 2 * TARGET / frozen.size
+    cost = 4 * 2 * TARGET / run.size
     return [
         Estimator(f"antithetic, {name}", cost, count, mean_of(values[:, :, target]))
         for target, name in enumerate(("loss", "VLB"))
     ]
 
 
-def measure_all(frozen: FrozenRun, count: int) -> list[Estimator]:
+def measure_all(run: FrozenRun, count: int) -> list[Estimator]:
     """Measure and return all estimators.
 
     Gradients are measured `count` // 3 times, but at least twice, regressions 2 `count` times, the others `count`
@@ -353,12 +353,12 @@ def measure_all(frozen: FrozenRun, count: int) -> list[Estimator]:
     """
     few = max(count // 3, 2)
     return [
-        *published(frozen, "adaptive", count),
-        *published(frozen, "adaptive_official", count),
-        second_moment_of_loss(frozen, count),
-        gradient_moments(frozen, "gradient_norm", {"norm": "plain"}, few),
-        gradient_moments(frozen, "gradient_norm", {"norm": "preconditioned"}, few),
-        gradient_moments(frozen, "first_order", {}, few),
-        *regressions(frozen, 2 * count),
-        *antithetic(frozen, count),
+        *measure_published(run, "adaptive", count),
+        *measure_published(run, "adaptive_official", count),
+        measure_second_moment(run, count),
+        measure_gradients(run, "gradient_norm", {"norm": "plain"}, few),
+        measure_gradients(run, "gradient_norm", {"norm": "preconditioned"}, few),
+        measure_gradients(run, "first_order", {}, few),
+        *measure_regressions(run, 2 * count),
+        *measure_antithetic(run, count),
     ]

@@ -21,16 +21,16 @@ FEATURES = {  # name: timesteps (None: all), images, which of the independent dr
 }
 
 
-def feature_vectors(frozen: FrozenRun, count: int) -> dict[str, tuple[Array, Array]]:
+def feature_vectors(run: FrozenRun, count: int) -> dict[str, tuple[Array, Array]]:
     """Measure every feature vector in `FEATURES` around `count` optimiser steps, each of which is undone.
 
     Returns its timesteps (n,) and how far each step lowers the c_t-weighted losses at them, (count, n), by name. All
     vectors are measured around the same optimiser steps, on batches with uniform timesteps. Images and noise differ
     between vectors.
     """
-    total = frozen.schedule.timesteps
-    batch_size = frozen.size
-    coefficients = torch.from_numpy(frozen.schedule.vlb)
+    total = run.schedule.timesteps
+    batch_size = run.size
+    coefficients = torch.from_numpy(run.schedule.vlb)
     timesteps_of_vectors = {}  # equidistant
     for name, (wanted_count, _, _) in FEATURES.items():
         t_count = min(wanted_count or total, total)
@@ -50,12 +50,12 @@ def feature_vectors(frozen: FrozenRun, count: int) -> dict[str, tuple[Array, Arr
 
     changes: dict[str, list[Array]] = {name: [] for name in FEATURES}
     for step in range(count):
-        observation = frozen.observation(*frozen.batch(step), step)
+        observation = run.observation(*run.batch(step), step)
         before = measure_losses(observation)
-        frozen.backward(frozen.losses(step, frozen.draws(step)))
-        frozen.optimizer.step()
+        run.backward(run.losses(step, run.draws(step)))
+        run.optimizer.step()
         after = measure_losses(observation)
-        frozen.restore()
+        run.restore()
         for name in FEATURES:
             changes[name].append((before[name] - after[name]).numpy())
     return {name: (timesteps_of_vectors[name], np.array(rows)) for name, rows in changes.items()}

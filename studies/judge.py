@@ -204,12 +204,13 @@ def log_speedups(method_rows: pd.DataFrame, other: pd.DataFrame, metric: str, en
     return speedup.where(speedup >= 0, slowdown)
 
 
-def times_to_target(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return the time of each method to uniform's final value, relative to the fastest method in the setting.
+def relative_times_to_target(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return the time of each method to uniform's final value, divided by the time of the fastest method in a setting.
 
     A row is a method and a column a setting; settings without the metric are left out. The time is the median over
-    seeds, and infinite if half of the seeds do not reach the value that uniform has with the same seed. `rows` are the
-    result of `read_round`. Performance profiles show these times (Dahl et al. 2023, AlgoPerf).
+    seeds; snapshots after uniform's last one count too. It is infinite if half of the seeds or more do not reach
+    uniform's value of their seed. `rows` are the result of `read_round`. Performance profiles show these ratios (Dahl
+    et al. 2023, AlgoPerf).
     """
     times: dict[str, dict[str, float]] = {}
     for setting, iterated_metric, rows_by_method, end_time, _ in iterate_metrics(rows):
@@ -344,11 +345,17 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="draw the table into this file")
     parser.add_argument("--rates", action="store_true", help="print ratios to uniform by learning rate, in Markdown")
     parser.add_argument(
-        "--profile", type=Path, help="print times to uniform's values, and draw their profile into a file"
+        "--profile",
+        type=Path,
+        help="print relative times to uniform's final value, and draw performance profiles into this file",
     )
     arguments = parser.parse_args()
     if (arguments.power or arguments.goal) and (arguments.page or arguments.figure):
         parser.error("--page and --figure show the table, not --power or --goal")
+    if arguments.profile and (
+        arguments.power or arguments.goal or arguments.page or arguments.figure or arguments.rates
+    ):
+        parser.error("--profile cannot be combined with --power, --goal, --page, --figure or --rates")
     if arguments.round == "final" and not arguments.table:
         parser.error("final: pass --table studies/results/tuned_final.csv, which studies/tuned.py writes")
     try:
@@ -374,7 +381,7 @@ def main() -> None:
         print(page.format_rates(rates(rows)))
         return
     if arguments.profile:
-        times = {metric: times_to_target(rows, metric) for metric in METRICS}
+        times = {metric: relative_times_to_target(rows, metric) for metric in METRICS}
         page.draw_profile(times, arguments.profile)
         print(page.format_times(times))
         return

@@ -1,4 +1,4 @@
-"""Write the tables in Markdown and the figure for the page of the study."""
+"""Write the tables in Markdown and the figures for the page of the study."""
 
 import math
 from collections.abc import Sequence
@@ -49,20 +49,29 @@ def format_rates(ratios: dict[str, pd.DataFrame]) -> str:
 def format_times(times: dict[str, pd.DataFrame]) -> str:
     """Return a Markdown table per metric of times relative to the fastest method, with a column per setting.
 
-    `times` are results of ``judge.times_to_target`` by metric. Methods have the order of their geometric mean.
+    `times` are results of ``judge.relative_times_to_target`` by metric. Methods are ordered by the
+    geometric mean of their ratios, the lowest first; missing settings are left out of the mean.
     """
     tables = {}
     for metric, times_of_metric in times.items():
         order = np.log(times_of_metric).mean(axis=1).sort_values(kind="stable").index
-        tables[metric] = times_of_metric.loc[order].map(lambda ratio: "never" if math.isinf(ratio) else f"{ratio:.2f}")
+        tables[metric] = times_of_metric.loc[order].map(_format_ratio)
     return _markdown(tables)
+
+
+def _format_ratio(ratio: float) -> str:
+    """Return a ratio of times with two decimals, ``never`` for infinity, or ``not so far`` for NaN."""
+    if math.isnan(ratio):
+        return "not so far"
+    return "never" if math.isinf(ratio) else f"{ratio:.2f}"
 
 
 def draw_profile(times: dict[str, pd.DataFrame], path: Path) -> None:
     """Write performance profiles, a panel per metric, to the file `path`.
 
-    A curve is the share of settings in which a method reaches uniform's final value within tau times the fastest
-    method's time. The curves end at the largest finite time. `times` are results of ``times_to_target`` by metric.
+    A curve is the share of settings in which a method reaches uniform's final value within a multiple of the fastest
+    method's time. The curves end at the largest finite multiple, at least 1.1. `times`
+    are results of ``relative_times_to_target`` by metric.
     """
     from matplotlib.figure import Figure
 
@@ -73,12 +82,12 @@ def draw_profile(times: dict[str, pd.DataFrame], path: Path) -> None:
         largest = max(values[np.isfinite(values)].max(initial=1), 1.1)
         for number, (method, method_times) in enumerate(times_of_metric.iterrows()):
             finite = sorted(time for time in method_times if math.isfinite(time))
-            taus = [1, *finite, largest]
+            multiples = [1, *finite, largest]
             reached = np.arange(len(finite) + 1) / len(method_times)  # after each of the finite times
             shares = [*reached, reached[-1]]
-            style = ("-", "--", ":")[number // 10]
-            axes.step(taus, shares, where="post", label=method, color=f"C{number % 10}", ls=style, lw=1.5)
-        axes.set(xscale="log", title=metric, xlabel="tau")
+            style = ("-", "--", ":")[number // 10 % 3]
+            axes.step(multiples, shares, where="post", label=method, color=f"C{number % 10}", ls=style, lw=1.5)
+        axes.set(xscale="log", title=metric, xlabel="time / time of the fastest method")
         axes.tick_params(labelsize=7)
     panels[0].set_ylabel("share of settings")
     panels[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

@@ -97,7 +97,7 @@ def test_a_profile_shows_in_how_many_settings_a_method_is_as_fast_as_the_fastest
     # values are inversely proportional to time: a factor f reaches uniform's value after f times its time
     first = curves({"uniform": (1, 1), "min_snr": (0.5, 1), "p2": (2, 1)})
     second = curves({"uniform": (1, 1), "min_snr": (0.8, 1), "p2": (0.4, 1)})
-    times = judge.times_to_target(pd.concat([first, second.assign(setting="t")]), "distance")
+    times = judge.relative_times_to_target(pd.concat([first, second.assign(setting="t")]), "distance")
     assert times["s"].to_dict() == pytest.approx({"uniform": 2, "min_snr": 1, "p2": math.inf})
     assert times["t"].to_dict() == pytest.approx({"uniform": 2.5, "min_snr": 2, "p2": 1})
     page.draw_profile({"distance": times}, tmp_path / "profile.png")

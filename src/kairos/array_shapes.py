@@ -1,4 +1,4 @@
-"""Shapes and dtypes of numpy arrays in signatures, such as ``PixelArray``; importing this module does not import torch.
+"""Shapes and dtypes of numpy arrays in signatures, such as ``ImageArray``; importing this module does not import torch.
 
 Module `shapes` has the types of tensors. Its docstring describes when tests check types, and which sizes must agree.
 """
@@ -8,11 +8,14 @@ from jaxtyping import Bool, Float, Int, Shaped, UInt8
 
 # one row per sample
 
-PixelArray = UInt8[np.ndarray, "batch height width channels"]
-"""Images of uint8."""
+ImageArray = UInt8[np.ndarray, "batch height width channels"]
+"""Images of uint8 with the channels last, as a data set stores them."""
 
-IndexArray = Int[np.ndarray, "batch"]
-"""One integer per sample, such as the index of an image."""
+ImageBatch = UInt8[np.ndarray, "_ height width channels"]
+"""One of several batches of images, whose sizes differ, in the form of `ImageArray`."""
+
+IntegerArray = Int[np.ndarray, "batch"]
+"""One integer per sample, such as the index of an image or an epoch."""
 
 FlagArray = Bool[np.ndarray, "batch"]
 """True or False for each sample."""
@@ -25,8 +28,8 @@ FeatureArray = Float[np.ndarray, "batch features"]
 
 # without a batch
 
-ImageArray = UInt8[np.ndarray, "height width channels"]
-"""One image of uint8."""
+SingleImage = UInt8[np.ndarray, "height width channels"]
+"""One image of uint8 with the channels last."""
 
 Mean = Float[np.ndarray, "dimensions"]
 """Mean of feature vectors."""
@@ -36,3 +39,14 @@ Covariance = Float[np.ndarray, "dimensions dimensions"]
 
 Gaussian = tuple[Mean, Covariance]
 """Mean and covariance of feature vectors."""
+
+# by layer of an extractor; widths differ between layers, so their dimensions have no names
+
+LayerMean = Float[np.ndarray, "_"]
+"""Mean of a layer's feature vectors."""
+
+LayerCovariance = Float[np.ndarray, "_ _"]
+"""Covariance of a layer's feature vectors, or its root."""
+
+LayerGaussian = tuple[LayerMean, LayerCovariance]
+"""Mean and covariance of a layer's feature vectors."""

@@ -39,7 +39,7 @@ AREAS = ("acceleration", "steady", "deceleration", "convergence")
 Values = Float[np.ndarray, "*shape"]
 PerIncrement = Float[np.ndarray, "increments"]
 PerLevel = Float[np.ndarray, "levels"]
-Areas = Shaped[np.ndarray, "increments"]
+AreaNames = Shaped[np.ndarray, "increments"]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Increments:
         """Return the attributes that are arrays, by name and in their order; each (T,)."""
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
-    def area(self) -> Areas:
+    def area(self) -> AreaNames:
         """Return the area of every increment, a name in `AREAS`, (T,).
 
         The area is ``convergence`` where the magnitude exceeds r. Elsewhere it is ``acceleration`` before time

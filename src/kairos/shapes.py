@@ -1,8 +1,8 @@
 """Shapes and dtypes of tensors in signatures, such as ``Images``.
 
 Tests check the calls of the modules that tests/checked_modules.py lists. Dimensions with one name have one size in a
-call: the sizes of ``Images`` and ``Times`` of a function agree in ``batch``. A type that one module alone uses
-is defined there.
+call: the sizes of ``Images`` and ``Times`` of a function agree in ``batch``. A type of one or two
+modules is defined in the module that creates its values.
 """
 
 from jaxtyping import Bool, Float, Int, Num, Shaped, UInt8

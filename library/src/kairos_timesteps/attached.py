@@ -494,17 +494,22 @@ class Attached:
         learnable = self._micro_batches or not self._learns
         demand(learnable, f"strategy {self.strategy.name}: losses of a step", "none", allowed)
         draws = [draw for draw, _ in self._micro_batches] or [self._draw]
-        all_conditions = [conditions for _, conditions in self._micro_batches if conditions is not None]
+        conditions_of_micro_batches = [conditions for _, conditions in self._micro_batches if conditions is not None]
         joined = None
-        if self._measures and all_conditions:
-            name_lists = set()
+        if self._measures and conditions_of_micro_batches:
+            condition_names = set()
             for _, conditions in self._micro_batches:
-                name_lists.add(", ".join(sorted(conditions or {})) or "none")
+                condition_names.add(", ".join(sorted(conditions or {})) or "none")
             where, allowed = "timesteps(conditions=)", "conditions of the same names in all micro-batches of a step"
-            demand(len(name_lists) == 1, where, " and ".join(f"({names})" for names in sorted(name_lists)), allowed)
+            demand(
+                len(condition_names) == 1,
+                where,
+                " and ".join(f"({names})" for names in sorted(condition_names)),
+                allowed,
+            )
             joined = {}
-            for name in all_conditions[0]:
-                joined[name] = torch.cat([conditions[name] for conditions in all_conditions])
+            for name in conditions_of_micro_batches[0]:
+                joined[name] = torch.cat([conditions[name] for conditions in conditions_of_micro_batches])
         return self.strategy.observe(draws, self.network, self.optimizer, joined)
 
     def _validation_times(

@@ -343,11 +343,11 @@ class Strategy:
         """
         if not isinstance(draw, Draw):
             draws = draw
-            applied = []
+            micro_batches_of_draws = []
             for micro_batch in self._micro_batches:
-                if any(micro_batch.draw is applied_draw for applied_draw in draws):
-                    applied.append(micro_batch)
-            self._micro_batches = applied
+                if any(micro_batch.draw is other_draw for other_draw in draws):
+                    micro_batches_of_draws.append(micro_batch)
+            self._micro_batches = micro_batches_of_draws
             draw = draws[-1]
         observation = self._observation(draw)
         measures = isinstance(self.sampler, MeasuresNetwork)

@@ -105,8 +105,10 @@ class ValidationLoss:
             image, level_indices = np.arange(count), np.arange(count) % strata
             times = [torch.from_numpy(u[level_indices])]
         with autocast or nullcontext():
-            errors = [self.errors(network, number, fractions, self.of) for number, fractions in enumerate(times)]
-            losses = torch.cat(errors).numpy()
+            parts = [
+                self.errors(network, noise_number, fractions, self.of) for noise_number, fractions in enumerate(times)
+            ]
+            losses = torch.cat(parts).numpy()
         with np.errstate(divide="ignore", invalid="ignore"):  # levels without an image
             size = np.bincount(level_indices, minlength=strata)
             level = np.bincount(level_indices, losses, strata) / size

@@ -25,7 +25,7 @@ Loss = Callable[[Prediction], PerSample]  # computes the loss of each sample, (b
 
 PerLevel = Float[np.ndarray, "levels"]
 LevelLosses = Float[np.ndarray, "levels samples"]
-LevelProducts = Float[np.ndarray, "levels levels"]
+LevelPairs = Float[np.ndarray, "levels levels"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class GradientMoments:
 
     losses: LevelLosses
     variance: PerLevel
-    products: LevelProducts
+    products: LevelPairs
 
     @property
     def squared_mean(self) -> PerLevel:
@@ -56,7 +56,7 @@ class GradientMoments:
         return self.variance / np.where(self.squared_mean > 0, self.squared_mean, np.nan)
 
     @property
-    def cosines(self) -> LevelProducts:
+    def cosines(self) -> LevelPairs:
         """Cosine similarity of the G of two levels, (levels, levels), clipped to [-1, 1].
 
         NaN if the estimate of a squared norm is not positive.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kairos.array_shapes import PixelArray
+from kairos.array_shapes import ImageArray
 from kairos.data.pixels import to_uint8
 from kairos.files import check_files, open_record, read_json
 from kairos.quick_imports import without_pipeline_packages
@@ -53,7 +53,7 @@ class Codec:
         x0: EncodedImages = (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
         return x0
 
-    def reconstruct(self, images: Images) -> PixelArray:
+    def reconstruct(self, images: Images) -> ImageArray:
         """Encode images (n, C, H, W) in [-1, 1] as mean latents, and return the decoded images.
 
         They are uint8 (n, H, W, C) in main memory, clipped to the range of the pixels.

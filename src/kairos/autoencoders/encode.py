@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos.array_shapes import IndexArray, RowArray
+from kairos.array_shapes import IntegerArray, RowArray
 from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import ArrayFile, iterate_blocks
 from kairos.data.captions import open_encoded_captions
@@ -245,7 +245,7 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
 
     # `fill_arrays` requests the batches in order, and each shard except the last ends at the end of a batch. The next
     # blocks of the iterators are therefore the rows `indices`.
-    def read_batch(indices: IndexArray) -> dict[str, RowArray]:
+    def read_batch(indices: IntegerArray) -> dict[str, RowArray]:
         return {name: next(blocks) for name, blocks in batches.items()}
 
     return fill_arrays(
@@ -268,7 +268,7 @@ def _encode_moments(
     dtype = np.dtype(identity.get("dtype", "float32"))
     suffixes = ("", "_flipped") if identity["flips"] else ("",)
 
-    def compute(indices: IndexArray) -> dict[str, RowArray]:
+    def compute(indices: IntegerArray) -> dict[str, RowArray]:
         images = dataset.load_tensor(indices)
         arrays: dict[str, RowArray] = {}
         for suffix in suffixes:

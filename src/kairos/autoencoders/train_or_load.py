@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kairos import resource_usage
-from kairos.array_shapes import PixelArray
+from kairos.array_shapes import ImageArray
 from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_image_size, downsampling, load_model, make_codec
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
@@ -162,7 +162,7 @@ def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Pa
     }
 
 
-def psnr(images: PixelArray, reconstructions: PixelArray) -> float:
+def psnr(images: ImageArray, reconstructions: ImageArray) -> float:
     """Return the peak signal-to-noise ratio of uint8 images in dB, from the mean squared error over all images.
 
     An error below 1e-12 is treated as 1e-12, so that exact reconstructions have 168 dB.
@@ -171,7 +171,7 @@ def psnr(images: PixelArray, reconstructions: PixelArray) -> float:
     return 10 * math.log10(255**2 / max(float(mean_squared_error), 1e-12))
 
 
-def _write_picture(path: Path, images: PixelArray, reconstructions: PixelArray) -> None:
+def _write_picture(path: Path, images: ImageArray, reconstructions: ImageArray) -> None:
     """Write a PNG picture of uint8 images (n, h, w, channels), with each row of originals above its reconstructions.
 
     A row has 8 images, or all if there are fewer, and white images fill the last row. The caller ensures that there is

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kairos import conditions as conditioning
-from kairos.array_shapes import IndexArray
+from kairos.array_shapes import IntegerArray
 from kairos.data.augment import augment_images
 from kairos.data.latents import Latents
 from kairos.data.random_order import random_order
@@ -135,7 +135,7 @@ class Batches:
         visit = {name: torch.from_numpy(values) for name, values in visit_arrays.items()}
         return [rows, conditions, visit]
 
-    def _visit(self, step: int) -> dict[str, IndexArray]:
+    def _visit(self, step: int) -> dict[str, IntegerArray]:
         """Return ``item``, ``epoch`` and ``items`` of this rank's samples of a step, int64 (n,); see `Batch.visit`.
 
         All samples of a run form one sequence of epochs, each in its own random order. With 10 training images, sample

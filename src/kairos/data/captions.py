@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
-from kairos.array_shapes import IndexArray
+from kairos.array_shapes import IntegerArray
 from kairos.data.arrays import ArrayFile, open_array
 from kairos.files import open_record
 from kairos.progress import log
@@ -54,14 +54,14 @@ class Captions:
         """Size of the longest caption in bytes."""
         return int(np.diff(self.ends, prepend=0).max())
 
-    def caption_indices(self, images: IndexArray, caption_numbers: IndexArray | None = None) -> IndexArray:
+    def caption_indices(self, images: IntegerArray, caption_numbers: IntegerArray | None = None) -> IntegerArray:
         """Return the index of one caption of each image, int64 (n,).
 
         Args:
             images: indices of the images, (n,).
             caption_numbers: which of an image's captions to select, modulo their number, (n,); None: the first.
         """
-        firsts: IndexArray = self.firsts[images]
+        firsts: IntegerArray = self.firsts[images]
         if caption_numbers is None:
             return firsts
         counts = self.firsts[images + 1] - firsts

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Int
 
+from kairos.array_shapes import ImageArray, RowArray
 from kairos.data.arrays import ArrayFile, open_array
 from kairos.data.captions import Captions, open_captions
 from kairos.files import open_record
@@ -33,22 +34,22 @@ class PreparedDataset:
         images: all images, uint8 (count, height, width, channels), in memory or read from the disk by indexing.
         train: int64 indices of the training images.
         heldout: int64 indices of the held-out images.
-        conditions: each condition by name, an array in memory or on the disk with a row per image.
+        conditions: array of each condition by name, in memory or in a file, with a row per image.
         manifest: record of stage prepare.
         captions: captions of the images; None without captions.
     """
 
     folder: Path
-    images: "ArrayFile | LinkedImages | np.ndarray"
+    images: "ArrayFile | LinkedImages | ImageArray"
     train: TrainIndices
     heldout: HeldoutIndices
-    conditions: Mapping[str, ArrayFile | np.ndarray]
+    conditions: Mapping[str, ArrayFile | RowArray]
     manifest: dict[str, Any]
     captions: Captions | None = None
 
     @property
     def labels(self) -> Labels | None:
-        """Class of each image, int64 (count,), read from the file on each access; None if there are no classes."""
+        """Class of each image, int64 (count,); None if there are no classes. A file is read on each access."""
         return self.conditions["class"][:] if "class" in self.conditions else None
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from kairos.array_shapes import ImageArray
+from kairos.array_shapes import SingleImage
 from kairos_timesteps.errors import KairosError
 
 RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.LANCZOS}
@@ -34,7 +34,7 @@ def read_image(data: bytes | Path) -> Image.Image:
 
 def to_pixels(
     image: Image.Image, color: str, crop: str, resolution: int | None, name: str, resample: str = "bicubic"
-) -> ImageArray:
+) -> SingleImage:
     """Convert a decoded image to the format of the data set, uint8 (height, width, channels).
 
     Values of `crop`:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from kairos.array_shapes import PixelArray
+from kairos.array_shapes import ImageArray
 from kairos.files import atomic
 
 SIDE = 48  # least side in pixels to which an image is enlarged
@@ -17,7 +17,7 @@ GAP = 2  # width in pixels of the white lines between images
 Picture = UInt8[np.ndarray, "picture_height picture_width channels"]
 
 
-def tile_images(images: PixelArray, columns: int | None = None, side: int = SIDE) -> Picture:
+def tile_images(images: ImageArray, columns: int | None = None, side: int = SIDE) -> Picture:
     """Arrange images in a grid, row by row, with white lines between them.
 
     Args:
@@ -45,7 +45,7 @@ def tile_images(images: PixelArray, columns: int | None = None, side: int = SIDE
     return picture[:-GAP, :-GAP]  # without the lines at the lower and right edge
 
 
-def write_image_grid(path: Path, images: PixelArray, columns: int | None = None, side: int = SIDE) -> None:
+def write_image_grid(path: Path, images: ImageArray, columns: int | None = None, side: int = SIDE) -> None:
     """Write the picture that `tile_images` returns as a PNG file, atomically; images with one channel are grey."""
     picture = tile_images(images, columns, side)
     if picture.shape[-1] == 1:  # PIL takes grey images without a channel dimension

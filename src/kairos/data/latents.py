@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from kairos.array_shapes import FlagArray, IndexArray
+from kairos.array_shapes import FlagArray, IntegerArray
 from kairos.data.arrays import ArrayFile, open_array
 from kairos.data.captions import EncodedCaptions, open_encoded_captions
 from kairos.data.dataset import HeldoutIndices, PreparedDataset, TrainIndices, open_dataset
@@ -187,7 +187,7 @@ class Latents:
         return self.compute_x0(self.read_rows(indices, flips), noise)
 
     def load_conditions(
-        self, indices: Any, flips: FlagArray | None = None, caption_numbers: IndexArray | None = None
+        self, indices: Any, flips: FlagArray | None = None, caption_numbers: IntegerArray | None = None
     ) -> dict[str, Rows]:
         """Load all conditions of some images by name, on the CPU, each with a row per image.
 
@@ -204,7 +204,7 @@ class Latents:
         return conditions
 
     def load_stored_conditions(
-        self, indices: Any, flips: FlagArray | None = None, caption_numbers: IndexArray | None = None
+        self, indices: Any, flips: FlagArray | None = None, caption_numbers: IntegerArray | None = None
     ) -> dict[str, Rows]:
         """Load all conditions except ``low_resolution``, which is computed from the images, by name.
 

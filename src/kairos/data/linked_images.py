@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from kairos.array_shapes import ImageArray, PixelArray
+from kairos.array_shapes import ImageArray, SingleImage
 from kairos.data.arrays import ArrayFile, create_array, open_array, row_indices
 from kairos.data.decode import to_pixels
 from kairos.data.settings import DatasetConfig
@@ -36,7 +36,7 @@ _ADVICE = "bring it back as it was, or make the folder again with: kairos prepar
 Checksum = UInt8[np.ndarray, "16"]
 
 
-def checksum(pixels: ImageArray) -> Checksum:
+def checksum(pixels: SingleImage) -> Checksum:
     """Return the 16 bytes of the BLAKE2 hash of an image's pixels, uint8 (16,); the shape is not included."""
     return np.frombuffer(hashlib.blake2b(pixels.data, digest_size=16).digest(), np.uint8)
 
@@ -98,7 +98,7 @@ class LinkedImages:
     def __len__(self) -> int:
         return int(self.shape[0])
 
-    def __getitem__(self, index: Any) -> PixelArray | ImageArray:
+    def __getitem__(self, index: Any) -> ImageArray | SingleImage:
         """Read uint8 images (n, height, width, channels), selected by an integer, a slice, a mask, or indices (n,).
 
         An integer selects one image without the first axis. The threads of the job decode several images at a time.
@@ -124,7 +124,7 @@ class LinkedImages:
             return None
         return copy if copy.shape == self.shape and copy.dtype == np.uint8 else None
 
-    def _read(self, row: int) -> ImageArray:
+    def _read(self, row: int) -> SingleImage:
         """Read and verify one image, uint8 (height, width, channels), from the temporary copy or else from the source.
 
         The source is used if there is no copy, or if the image cannot be read there or does not match its checksum. See
@@ -137,7 +137,7 @@ class LinkedImages:
                     return pixels
         return self._decode(row)
 
-    def _decode(self, row: int) -> ImageArray:
+    def _decode(self, row: int) -> SingleImage:
         """Decode one image of the source, uint8 (height, width, channels), and compare it with its checksum.
 
         The first call opens the source and compares the names of all images.

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import avg_pool2d, interpolate
 
-from kairos.array_shapes import PixelArray
+from kairos.array_shapes import ImageArray
 from kairos.shapes import ChannelsLastPixels, Images
 
 
@@ -19,7 +19,7 @@ def to_float(images: ChannelsLastPixels) -> Images:
     return channels_first.to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1  # one kernel for both
 
 
-def to_uint8(images: Images) -> PixelArray:
+def to_uint8(images: Images) -> ImageArray:
     """Convert images (n, channels, height, width) in [-1, 1] to uint8 (n, height, width, channels) on the CPU.
 
     Values are rounded to the nearest level; values outside of [-1, 1] become 0 or 255.

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 from PIL import Image
 
-from kairos.array_shapes import ImageArray, IndexArray
+from kairos.array_shapes import IntegerArray, SingleImage
 from kairos.data import captions as captioning
 from kairos.data.arrays import ArrayFile, create_array, truncate_array, write_npy_header
 from kairos.data.decode import to_pixels
@@ -60,7 +60,7 @@ class _DecodedImage:
     """
 
     index: int
-    pixels: ImageArray | None = None
+    pixels: SingleImage | None = None
     sums: PixelSums | None = None
     checksum: Checksum | None = None
     damage: str = ""
@@ -79,7 +79,7 @@ class _DecodedImages:
         images_hash: SHA-256 of the temporary file of the images; None if they are not copied.
     """
 
-    indices: IndexArray
+    indices: IntegerArray
     skipped: list[str]
     checksums: Checksums
     sums: PixelSumsOfImages
@@ -107,7 +107,7 @@ class _ImageWriter:
         write_npy_header(header, (most, *shape), np.dtype(np.uint8))
         self._hash = hashlib.sha256(header.getvalue())
 
-    def append(self, pixels: ImageArray) -> None:
+    def append(self, pixels: SingleImage) -> None:
         """Write the next image, uint8 (height, width, channels), and add it to the hash."""
         self._file.write(self._count, pixels)
         self._hash.update(np.ascontiguousarray(pixels).data)
@@ -418,7 +418,7 @@ def _decode_image(config: DatasetConfig, source: Source, index: int) -> _Decoded
     )
 
 
-def _sum_pixels(pixels: ImageArray) -> PixelSums:
+def _sum_pixels(pixels: SingleImage) -> PixelSums:
     """Return the sum of an image's uint8 pixels and of their squares, by channel, int64 (2, channels)."""
     # histograms take a twentieth of the time of 64-bit copies of the pixels
     channels = pixels.shape[2]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kairos.array_shapes import IndexArray, RowArray
+from kairos.array_shapes import IntegerArray, RowArray
 from kairos.data.arrays import ArrayFile, create_array
 from kairos.files import DamagedError, read_json, sha256_file, sha256_json, sync_to_disk, write_json
 from kairos.progress import ProgressBar, log
@@ -59,7 +59,7 @@ def fill_arrays(
     arrays: dict[str, tuple[tuple[int, ...], Any]],
     rows: range,
     batch_size: int,
-    compute: Callable[[IndexArray], dict[str, RowArray]],
+    compute: Callable[[IntegerArray], dict[str, RowArray]],
     label: str,
     unit: str,
 ) -> dict[str, str]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from kairos.array_shapes import IndexArray
+from kairos.array_shapes import IntegerArray
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.settings import ClassifierOptions, SelfsupervisedOptions
@@ -28,7 +28,7 @@ from kairos_timesteps.randomness import Stream, derived_seed
 
 WEIGHTS = "model.safetensors"
 BATCH = 256  # images classified at a time
-Task = Callable[[IndexArray, int], tuple[Pixels, Integers]]  # images and classes by dataset indices and step
+Task = Callable[[IntegerArray, int], tuple[Pixels, Integers]]  # images and classes by dataset indices and step
 SMALLEST_SIDE = 4  # convolutions halve the image until it is no larger
 
 
@@ -79,7 +79,7 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
         )
     labels, classes = torch.from_numpy(dataset.labels), len(dataset.manifest["classes"])
 
-    def task(indices: IndexArray, step: int) -> tuple[Pixels, Integers]:
+    def task(indices: IntegerArray, step: int) -> tuple[Pixels, Integers]:
         return load_pixels(dataset, indices), labels[indices]
 
     return train_on_task("classifier", options, dataset, classes=classes, task=task, folder=folder)
@@ -95,7 +95,7 @@ def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset,
         The classifier's manifest fields, see `train_on_task`.
     """
 
-    def task(indices: IndexArray, step: int) -> tuple[Pixels, Integers]:
+    def task(indices: IntegerArray, step: int) -> tuple[Pixels, Integers]:
         quarters = Stream(options.seed, "selfsupervised turns").integers(step, 4, range(len(indices)))
         return rotate_images(load_pixels(dataset, indices), quarters), quarters
 
@@ -230,6 +230,6 @@ class ClassifierExtractor(nn.Module):
         return (features,)
 
 
-def load_pixels(dataset: PreparedDataset, indices: IndexArray) -> Pixels:
+def load_pixels(dataset: PreparedDataset, indices: IntegerArray) -> Pixels:
     """Return the images with these dataset indices, uint8 (n, channels, height, width)."""
     return torch.from_numpy(dataset.images[indices]).permute(0, 3, 1, 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kairos.array_shapes import PixelArray
+from kairos.array_shapes import ImageArray
 from kairos.evaluation.measurements import ImageStatistics
 from kairos.evaluation.settings import ClipOptions
 from kairos.files import read_json
@@ -36,7 +36,7 @@ def clip(options: ClipOptions, statistics: ImageStatistics, comparison: Any) -> 
 
 
 @torch.no_grad()
-def compute_cosines(network: Network, images: PixelArray, texts: list[str]) -> PerSample:
+def compute_cosines(network: Network, images: ImageArray, texts: list[str]) -> PerSample:
     """Return the cosine between the embeddings of each image and its text, float32 (n,), on the CPU.
 
     Texts that are too long are truncated. Grey images are converted to RGB.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos import compute, resource_usage
-from kairos.array_shapes import PixelArray
+from kairos.array_shapes import ImageBatch
 from kairos.data.latents import Latents, open_latents
 from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, build_extractor, open_extractor
@@ -259,7 +259,7 @@ def _compute_losses(
     return results
 
 
-def pair_with_captions(file: str, samples: SamplesFile, indices: range) -> Iterable[tuple[PixelArray, list[str]]]:
+def pair_with_captions(file: str, samples: SamplesFile, indices: range) -> Iterable[tuple[ImageBatch, list[str]]]:
     """Return batches of the images `indices` with the captions that they were generated from.
 
     Invalid bytes of a caption are replaced. The batches can be iterated once.
@@ -282,7 +282,7 @@ def pair_with_captions(file: str, samples: SamplesFile, indices: range) -> Itera
 
 def pair_with_real_images(
     samples: SamplesFile, indices: range, latents: Latents, conditions: dict[str, dict[str, Any]]
-) -> Iterable[tuple[PixelArray, PixelArray]]:
+) -> Iterable[tuple[ImageBatch, ImageBatch]]:
     """Return generated images with the real images of their conditions, in batches of uint8 (n, h, w, channels).
 
     The batches can be iterated once.

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kairos.array_shapes import Gaussian
+from kairos.array_shapes import LayerGaussian
 from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
 from kairos_timesteps.errors import KairosError
 
 _IMAGE_ARRAYS = {"images", "arr_0"}  # names of arrays that contain images
 
 
-def read_moments(path: Path, width: int | None, needs: set[str], where: str) -> dict[str, Gaussian]:
+def read_moments(path: Path, width: int | None, needs: set[str], where: str) -> dict[str, LayerGaussian]:
     """Read published moments from an npz file, and check that the file contains everything that metrics need.
 
     Args:

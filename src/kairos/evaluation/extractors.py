@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 
 from kairos import compute
-from kairos.array_shapes import PixelArray
+from kairos.array_shapes import ImageArray
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.settings import EXTRACTORS, ExtractorOptions
 from kairos.files import check_files, open_record, write_json
@@ -60,7 +60,7 @@ class Extractor:
         """Number of features of an image."""
         return int(self.manifest["features"])
 
-    def compute_layers(self, images: PixelArray) -> dict[str, LayerValues]:
+    def compute_layers(self, images: ImageArray) -> dict[str, LayerValues]:
         """Return the values of all layers of the images by name, each flattened to float32 (n, width), on the CPU.
 
         TF32 is forbidden in this process afterwards, see `compute.precision`.

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int, Num
 from torch import Tensor
 
-from kairos.array_shapes import Gaussian, IndexArray, PixelArray
+from kairos.array_shapes import Gaussian, ImageBatch, IntegerArray, LayerGaussian
 from kairos.data.arrays import ArrayFile, write_npy_header
 from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
 from kairos.shapes import Features
@@ -106,17 +106,17 @@ class ImageStatistics:
     """
 
     count: int
-    gaussians: dict[str, Gaussian]
+    gaussians: dict[str, LayerGaussian]
     features: ArrayFile | None = None
     logits: ArrayFile | None = None
-    captioned: Iterable[tuple[PixelArray, list[str]]] | None = None
-    pairs: Iterable[tuple[PixelArray, PixelArray]] | None = None
+    captioned: Iterable[tuple[ImageBatch, list[str]]] | None = None
+    pairs: Iterable[tuple[ImageBatch, ImageBatch]] | None = None
     device: torch.device | str = torch.device("cpu")
 
 
 def measure(
     extractor: Any,
-    images: Iterable[PixelArray],
+    images: Iterable[ImageBatch],
     needs: set[str],
     stored_indices: StoredIndices | None = None,
 ) -> ImageStatistics:
@@ -160,7 +160,7 @@ def measure(
     )
 
 
-def iterate_rows(images: Any, indices: IndexArray | range, size: int = BATCH) -> Iterator[Any]:
+def iterate_rows(images: Any, indices: IntegerArray | range, size: int = BATCH) -> Iterator[Any]:
     """Yield rows of `images` (or another sequence) in the order of `indices`, in batches of at most `size`.
 
     A range, whose step must be 1, is read by slices, so that `images` may also be a list.

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kairos.array_shapes import Covariance, FeatureArray, Gaussian, IndexArray
+from kairos.array_shapes import Covariance, FeatureArray, Gaussian, IntegerArray, LayerCovariance, LayerGaussian
 from kairos.data.arrays import iterate_blocks
 from kairos.evaluation.measurements import ImageStatistics, MomentSums
 from kairos.evaluation.settings import (
@@ -60,7 +60,7 @@ class RealStatistics:
         count: number of images; 0 if mean and covariance came from a file without that number.
     """
 
-    gaussians: dict[str, Gaussian]
+    gaussians: dict[str, LayerGaussian]
     features: FeatureArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     count: int = 0
 
@@ -71,7 +71,7 @@ class RealStatistics:
         return sha256_bytes(mean.tobytes() + covariance.tobytes() + str(self.count).encode())
 
     @functools.cached_property
-    def roots(self) -> dict[str, Covariance]:
+    def roots(self) -> dict[str, LayerCovariance]:
         """Symmetric root of the covariance (d, d) by layer, computed on the first access."""
         return {name: _root(covariance) for name, (_, covariance) in self.gaussians.items()}
 
@@ -139,7 +139,7 @@ def statistics_to_store(statistics: ImageStatistics) -> RealStatistics:
     return RealStatistics(statistics.gaussians, features, statistics.count)
 
 
-def indices_to_store(count: int) -> IndexArray:
+def indices_to_store(count: int) -> IntegerArray:
     """Return the increasing indices of at most `MAX_STORED` of `count` feature vectors, evenly spread, int64 (n,)."""
     return np.unique(np.linspace(0, count - 1, min(count, MAX_STORED)).astype(np.int64))
 

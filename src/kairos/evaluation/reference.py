@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kairos import resource_usage
-from kairos.array_shapes import PixelArray
+from kairos.array_shapes import ImageBatch
 from kairos.autoencoders.codec import Codec, load_codec
 from kairos.data.dataset import HeldoutIndices, PreparedDataset, open_dataset
 from kairos.data.latents import Latents, open_latents
@@ -53,7 +53,7 @@ GAUSSIAN_IMAGES = 10_000  # most latents to which the Gaussian is fitted
 GAUSSIAN_VALUES = 2**27  # most numbers in these latents: 512 MB of float32
 _HELDOUT_DEVIATION = f"standard deviation over {RESAMPLES} bootstrap resamples of the one set of held-out images"
 _GENERATED_DEVIATION = "standard deviation over sets of fresh draws"
-ImageSource = Callable[[int], Iterator[PixelArray]]  # function of a set's number that yields batches of its images
+ImageSource = Callable[[int], Iterator[ImageBatch]]  # function of a set's number that yields batches of its images
 SPREADS = {  # meaning of columns ``<metric>_spread``, by row
     "floor": _HELDOUT_DEVIATION,
     "reconstruction": _HELDOUT_DEVIATION,
@@ -345,7 +345,7 @@ def _compute_rows(
 
 
 def _score_heldout(
-    images: Callable[[], Iterator[PixelArray]],
+    images: Callable[[], Iterator[ImageBatch]],
     captions: list[str] | None,
     seed: int,
     extractor: Extractor,
@@ -376,7 +376,7 @@ def _score_heldout(
 
 def _heldout_sources(
     heldout: HeldoutIndices, dataset: PreparedDataset, codec: Codec, num_samples: int, width: int
-) -> dict[str, Callable[[], Iterator[PixelArray]]]:
+) -> dict[str, Callable[[], Iterator[ImageBatch]]]:
     """Return functions by row, ``floor`` and ``reconstruction``, that yield the row's images in uint8 batches.
 
     There are no such rows unless more images are held out than there are features (`width`). A message reports that,
@@ -391,10 +391,10 @@ def _heldout_sources(
     if len(heldout) < num_samples:
         log(f"warning: rows floor and reconstruction are of {len(heldout)} images, all that are held out")
 
-    def real_images() -> Iterator[PixelArray]:
+    def real_images() -> Iterator[ImageBatch]:
         return iterate_rows(dataset.images, heldout)
 
-    def reconstructions() -> Iterator[PixelArray]:
+    def reconstructions() -> Iterator[ImageBatch]:
         for indices in iterate_rows(heldout, range(len(heldout))):
             yield codec.reconstruct(dataset.load_tensor(indices))
 
@@ -420,7 +420,7 @@ def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> t
     mean = centred.mean(0)
     centred -= mean  # in place, because it may fill 512 MB
 
-    def images_of_set(number: int) -> Iterator[PixelArray]:
+    def images_of_set(number: int) -> Iterator[ImageBatch]:
         for image_indices in iterate_rows(range(count), range(count)):  # consecutive ranges
             z = Stream(seed, "gaussian draws").normal(number, image_indices, (fitted_count,))
             # the covariance of x0 is the sample covariance of the latents, which is never formed; its rank is n - 1, or
@@ -437,7 +437,7 @@ def _noise_source(shape: tuple[int, ...], count: int, seed: int) -> ImageSource:
     The images depend on seed and number of the set alone.
     """
 
-    def images_of_set(number: int) -> Iterator[PixelArray]:
+    def images_of_set(number: int) -> Iterator[ImageBatch]:
         random = np.random.default_rng(derived_seed(seed, "noise images", number))
         for image_indices in iterate_rows(range(count), range(count)):  # consecutive ranges
             yield random.integers(0, 256, (len(image_indices), *shape), dtype=np.uint8)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kairos.array_shapes import PixelArray
+from kairos.array_shapes import ImageArray
 from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
 from kairos.evaluation.settings import is_higher_better
@@ -383,11 +383,11 @@ def load_recorded_experiment(folder: Path) -> Experiment:
     return validate(read_json(newest_record)["config"], str(folder))
 
 
-def load_real_images(folder: Path, count: int) -> tuple[str, PixelArray]:
-    """Return a label and the first `count` held-out images, or training images if none are held out.
+def load_real_images(folder: Path, count: int) -> tuple[str, ImageArray]:
+    """Return a label and the first `count` held-out images of an experiment, or training images if none are held out.
 
     The label is ``real, held out`` or ``real, trained on``. The images are uint8 (n, height, width, channels); n is
-    below `count` if there are fewer. They are read from the data set in the results folder of an experiment, `folder`.
+    below `count` if there are fewer. `folder` is the results folder of the experiment.
 
     Raises:
         KairosError: the data set is missing or damaged.

@@ -30,7 +30,7 @@ BySeed = Float[np.ndarray, "seeds snapshots"]
 Reached = Bool[np.ndarray, "snapshots"]
 LogDistances = Float[np.ndarray, "*tables methods seeds"]
 LogRatios = Float[np.ndarray, "*ratios seeds"]
-Ratios = Float[np.ndarray, "*ratios"]
+PerRatio = Float[np.ndarray, "*ratios"]
 PValues = Float[np.ndarray, "*families tests"]
 
 
@@ -90,10 +90,10 @@ class RatioArrays(NamedTuple):
         p_values: p-values of the hypothesis that a ratio is 1.
     """
 
-    values: Ratios
-    low: Ratios
-    high: Ratios
-    p_values: Ratios
+    values: PerRatio
+    low: PerRatio
+    high: PerRatio
+    p_values: PerRatio
 
 
 @dataclass(frozen=True)
@@ -457,12 +457,13 @@ def _geometric_mean_ratio(log_ratios: LogRatios) -> RatioArrays:
     if seed_count == 0:
         return RatioArrays(unknown, unknown, unknown, unknown)
     if seed_count == 1:
-        return RatioArrays(np.exp(log_ratios[..., 0]), unknown, unknown, unknown)
+        return RatioArrays(np.asarray(np.exp(log_ratios[..., 0])), unknown, unknown, unknown)
     from scipy import stats  # a slow import: stage `track`, which imports this module, ranks nothing
 
     test = stats.ttest_1samp(log_ratios, 0, axis=-1)
     low, high = test.confidence_interval(1 - SIGNIFICANCE_LEVEL)
-    return RatioArrays(np.exp(log_ratios.mean(axis=-1)), np.exp(low), np.exp(high), test.pvalue)
+    columns = (np.exp(log_ratios.mean(axis=-1)), np.exp(low), np.exp(high), test.pvalue)
+    return RatioArrays(*map(np.asarray, columns))  # numpy returns numbers for one-dimensional logarithms
 
 
 def _mean_and_std(values: "pd.Series[float]") -> tuple[float, float]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos.array_shapes import IndexArray, RowArray
+from kairos.array_shapes import IntegerArray, RowArray
 from kairos.data.latents import Latents, open_latents
 from kairos.shapes import Rows
 from kairos_timesteps.errors import KairosError
@@ -19,7 +19,7 @@ _CAPTION_NUMBERS = 2**32  # caption numbers are drawn below it, and used modulo 
 
 def select_condition_sources(
     latents: Any, indices: range, descriptions: dict[str, dict[str, Any]], labels: str = "balanced", seed: int = 0
-) -> IndexArray:
+) -> IntegerArray:
     """Return the dataset indices whose conditions the generated images use, int64 (n,).
 
     Held-out images are used if the data set has any and a condition is not a class; otherwise training images.
@@ -90,7 +90,7 @@ class ImageConditions:
         texts = captions.texts(captions.caption_indices(source_indices, caption_numbers))
         return np.array([text.encode() for text in texts], f"S{captions.longest_bytes}")
 
-    def _select_sources(self, latents: Latents, indices: range) -> tuple[IndexArray, IndexArray]:
+    def _select_sources(self, latents: Latents, indices: range) -> tuple[IntegerArray, IntegerArray]:
         """Return the dataset indices of the images whose conditions are used, and their caption numbers, both (n,).
 
         A caption number is used modulo the number of captions of its image. It is drawn at random for labels ``data``.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kairos import compute, resource_usage
-from kairos.array_shapes import PixelArray, RowArray
+from kairos.array_shapes import ImageBatch, RowArray
 from kairos.data.image_grid import write_image_grid
 from kairos.data.pixels import to_uint8
 from kairos.diffusion import DiffusionConfig
@@ -146,7 +146,7 @@ class _SnapshotSampler:
     rows: range
     label: str
 
-    def generate(self) -> Iterator[PixelArray]:
+    def generate(self) -> Iterator[ImageBatch]:
         """Yield the images in batches, uint8 (n, height, width, channels); the network is loaded before the first one.
 
         Threads and determinism of this process are set as in the training run. Start-up ends with the loading, and a

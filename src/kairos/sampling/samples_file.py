@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from kairos import resource_usage
-from kairos.array_shapes import PixelArray
+from kairos.array_shapes import ImageArray, ImageBatch
 from kairos.data.arrays import ArrayFile, iterate_blocks, write_npy_header
 from kairos.files import atomic
 from kairos.shards import AGAIN, in_order
@@ -53,7 +53,7 @@ class SamplesFile:
 
 def write_samples(
     path: Path,
-    images: PixelArray | Batches,
+    images: ImageArray | Batches,
     protocol: dict[str, Any],
     conditions: dict[str, Batches] | None = None,
     num: int = 0,
@@ -121,7 +121,7 @@ def open_samples(path: Path) -> SamplesFile:
     return SamplesFile(images, protocol, conditions)
 
 
-def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[PixelArray]:
+def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[ImageBatch]:
     """Return the images of all shards of a job in their order, in batches; every file is checked before the return.
 
     Marks the end of start-up, see `resource_usage.end_startup`. The batches are read only when the result is iterated.

@@ -15,11 +15,9 @@ from kairos_timesteps.errors import ConfigError
 if TYPE_CHECKING:
     from kairos.sampling.settings import SolverOptions
 
-Times = Num[np.ndarray, "times"]
+TimeArray = Num[np.ndarray, "times"]
+Timesteps = Int[np.ndarray, "times"]
 NoiseLevels = Float[np.ndarray, "times"]
-GridTimes = Num[np.ndarray, "steps"]
-Timesteps = Int[np.ndarray, "steps"]
-GridNoiseLevels = Float[np.ndarray, "steps"]
 
 _BISECTIONS = 60  # halvings of an interval of length 2: below the spacing of float64 numbers
 
@@ -62,7 +60,7 @@ def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> lis
     return [*points, first_timestep]
 
 
-def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> GridTimes:
+def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> TimeArray:
     """Return the times at which the intervals begin, (steps,), descending; timesteps for a discrete process.
 
     Spacing ``uniform`` has equal fractions of the process. Timesteps include the option `offset`, if there is one. The
@@ -86,7 +84,7 @@ def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> GridTim
     return times
 
 
-def grid_points_at(process: Any, times: Times) -> list[GridPoint]:
+def grid_points_at(process: Any, times: TimeArray) -> list[GridPoint]:
     """Return the grid points at `times`, (n,): timesteps of a discrete process, times of a continuous one.
 
     The coordinates are x_t for a flow (scale 1), and x_t over the signal coefficient for other processes (signal 1).
@@ -106,7 +104,7 @@ def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> Timesteps:
     Spacing ``trailing`` includes t = T - 1, ``leading`` includes t = 0, ``linspace`` includes both, or T - 1 alone for
     one step. Any other text is treated as ``linspace``. The caller ensures that there are at most `timesteps` steps.
     """
-    ascending: GridTimes
+    ascending: TimeArray
     if spacing == "leading":
         ascending = np.arange(steps) * (timesteps // steps)
     elif spacing == "trailing":
@@ -118,7 +116,7 @@ def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> Timesteps:
     return ascending.astype(np.int64)[::-1].copy()  # torch accepts no negative strides
 
 
-def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") -> GridNoiseLevels:
+def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") -> NoiseLevels:
     """Return EDM's noise levels (noise over signal), (steps,), descending (Karras et al. 2022, eq. 5).
 
     The last level is `sigma_min` or the smallest of the process; the noise-free image is not included. With one step,
@@ -136,7 +134,7 @@ def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") ->
     return np.asarray(((1 - position) * largest ** (1 / rho) + position * smallest ** (1 / rho)) ** rho)
 
 
-def times_of_noise_levels(process: Any, sigma: NoiseLevels) -> Times:
+def times_of_noise_levels(process: Any, sigma: NoiseLevels) -> TimeArray:
     """Return the times of a process at noise levels (noise over signal), (n,).
 
     For a discrete process they are the timesteps with the nearest sigma, int64. For a continuous process they are
@@ -145,7 +143,7 @@ def times_of_noise_levels(process: Any, sigma: NoiseLevels) -> Times:
     """
     if isinstance(process, Discrete):
         timestep_levels = process.schedule.snr**-0.5  # (T,)
-        nearest: Times = np.abs(timestep_levels[:, None] - sigma).argmin(0)
+        nearest: TimeArray = np.abs(timestep_levels[:, None] - sigma).argmin(0)
         return nearest
     # bisection of all fractions at once; the noise level grows with the fraction
     low_fraction = np.zeros_like(sigma)

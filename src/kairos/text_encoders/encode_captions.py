@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kairos import resource_usage
-from kairos.array_shapes import IndexArray, RowArray
+from kairos.array_shapes import IntegerArray, RowArray
 from kairos.data.captions import Captions
 from kairos.data.dataset import PreparedDataset
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
@@ -70,7 +70,7 @@ def encode_captions(
     }
     partial = prepare_folder(out, ("states.npy", "empty.npy"))
 
-    def compute(indices: IndexArray) -> dict[str, RowArray]:
+    def compute(indices: IntegerArray) -> dict[str, RowArray]:
         return {"states": encoder(captions.texts(indices)).numpy().astype(dtype)}
 
     files = fill_arrays(

@@ -148,7 +148,7 @@ class GradientNorm(FollowsGradients):
         count = self.per_bin(observation.coordinates.batch_size)
         roots = None
         if self.norm == "preconditioned":
-            roots = [factor.sqrt() for factor in observation.meter.metric()]
+            roots = [diagonal.sqrt() for diagonal in observation.meter.metric()]
         return count * self.squared_norms(observation, self.signs(observation, count), roots)
 
     def relative_masses(self, values: Array) -> Array:
@@ -234,7 +234,7 @@ class FirstOrder(FollowsGradients):
             factors = ones.repeat(self.bin_count) / self.bin_count
             images, times = index[:, part].flatten(), fractions[:, part].flatten()
             gradient = observation.meter.gradient(images, times, f"measured target {number}", factors)
-            targets.append([derivative.mul_(factor).flatten() for derivative, factor in zip(gradient, metric)])
+            targets.append([derivative.mul_(diagonal).flatten() for derivative, diagonal in zip(gradient, metric)])
         inner_products = []
         for k in range(self.bin_count):
             for number, part in enumerate(halves):
