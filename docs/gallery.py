@@ -137,7 +137,7 @@ def levels() -> Part:
             axes.plot((np.arange(len(level)) + 0.5) / len(level), level, color=color)
             labels.append(Label(float(level[-1]), name, color))
         axes.set(xlim=(0, 1), ylim=(-12, 12), xlabel="fraction u of the process (0: almost clean)", title="ln SNR")
-        label_lines(axes, [replace(label, y=max(label.y, -12)) for label in labels])
+        label_lines(axes, [replace(label, y=max(label.y, -12.0)) for label in labels])
         return "![ln SNR along processes](pictures/levels.svg)", {"pictures/levels.svg": _svg(drawing, "tight")}
 
 
