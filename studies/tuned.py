@@ -33,7 +33,7 @@ SETTINGS = ["fashion_mnist_latents", "cifar10_edm", "cifar10", "digits"]
 SEEDS = {"power": range(20, 24), "rates": range(30, 32), "options": range(30, 32), "final": range(40, 50)}
 # twelve seeds instead of ten, because the distance in latents varies more: they detect 23 %
 FINAL_SEEDS = {"fashion_mnist_latents": range(40, 52)}
-SEEDS_PER_EXPERIMENT = 5  # rows are saved after each experiment
+SEEDS_PER_EXPERIMENT = 2  # rows are saved after each experiment, so an interruption costs at most this many seeds
 POWER = ("uniform", "log_normal", "coarse_to_fine")  # strategies of the round power
 COMPARISONS = 9 * len(SETTINGS)  # ratios to uniform in one metric; the size of Holm's correction
 
