@@ -66,28 +66,42 @@ def _format_ratio(ratio: float) -> str:
     return "never" if math.isinf(ratio) else f"{ratio:.2f}"
 
 
+def profile_curve(ratios: "pd.Series[float]", largest: float) -> tuple[list[float], list[float]]:
+    """Return the corners of a method's performance profile: multiples of the fastest time, and shares of settings.
+
+    A share is that of the settings with a ratio of at most the multiple. The multiples are 1, the finite ratios in
+    ascending order, and `largest`. `ratios` are times over the fastest method's, by setting; a missing setting counts
+    as not reached.
+    """
+    finite_ratios = sorted(ratio for ratio in ratios if math.isfinite(ratio))
+    reached = [number / len(ratios) for number in range(len(finite_ratios) + 1)]  # after each of the finite ratios
+    return [1, *finite_ratios, largest], [*reached, reached[-1]]
+
+
 def draw_profile(times: dict[str, pd.DataFrame], path: Path) -> None:
     """Write performance profiles, a panel per metric, to the file `path`.
 
     A curve is the share of settings in which a method reaches uniform's final value within a multiple of the fastest
-    method's time. The curves end at the largest finite multiple, at least 1.1. `times`
-    are results of ``relative_times_to_target`` by metric.
+    method's time. The curves end at the largest finite multiple, at least 1.1. Each is drawn a little below the one
+    before, so that equal curves stay visible. `times` are results of ``relative_times_to_target`` by metric.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
     figure = Figure(figsize=(3.6 * len(times), 3.2), layout="constrained", dpi=150)
     panels = figure.subplots(1, len(times), sharey=True, squeeze=False)[0]
     for axes, (metric, times_of_metric) in zip(panels, times.items()):
         values = times_of_metric.to_numpy()
         largest = max(values[np.isfinite(values)].max(initial=1), 1.1)
-        for number, (method, method_times) in enumerate(times_of_metric.iterrows()):
-            finite = sorted(time for time in method_times if math.isfinite(time))
-            multiples = [1, *finite, largest]
-            reached = np.arange(len(finite) + 1) / len(method_times)  # after each of the finite times
-            shares = [*reached, reached[-1]]
+        for number, (method, ratios) in enumerate(times_of_metric.iterrows()):
+            multiples, shares = profile_curve(ratios, largest)
             style = ("-", "--", ":")[number // 10 % 3]
-            axes.step(multiples, shares, where="post", label=method, color=f"C{number % 10}", ls=style, lw=1.5)
+            shifted = [share - 0.008 * number for share in shares]
+            axes.step(multiples, shifted, where="post", label=method, color=f"C{number % 10}", ls=style, lw=1.2)
         axes.set(xscale="log", title=metric, xlabel="time / time of the fastest method")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter("{x:.3g}")
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.tick_params(labelsize=7)
     panels[0].set_ylabel("share of settings")
     panels[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

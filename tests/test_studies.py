@@ -100,6 +100,8 @@ def test_a_profile_shows_in_how_many_settings_a_method_is_as_fast_as_the_fastest
     times = judge.relative_times_to_target(pd.concat([first, second.assign(setting="t")]), "distance")
     assert times["s"].to_dict() == pytest.approx({"uniform": 2, "min_snr": 1, "p2": math.inf})
     assert times["t"].to_dict() == pytest.approx({"uniform": 2.5, "min_snr": 2, "p2": 1})
+    assert page.profile_curve(times.loc["min_snr"], 4) == ([1, pytest.approx(1), pytest.approx(2), 4], [0, 0.5, 1, 1])
+    assert page.profile_curve(times.loc["p2"], 4) == ([1, pytest.approx(1), 4], [0, 0.5, 0.5])
     page.draw_profile({"distance": times}, tmp_path / "profile.png")
     assert (tmp_path / "profile.png").stat().st_size > 1000
     first_row = page.format_times({"distance": times}).splitlines()[2]
