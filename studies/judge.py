@@ -208,9 +208,8 @@ def relative_times_to_target(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Return the time of each method to uniform's final value, divided by the time of the fastest method in a setting.
 
     A row is a method and a column a setting; settings without the metric are left out. The time is the median over
-    seeds; snapshots after uniform's last one count too. It is infinite if half of the seeds or more do not reach
-    uniform's value of their seed. `rows` are the result of `read_round`. Performance profiles show these ratios (Dahl
-    et al. 2023, AlgoPerf).
+    seeds. It is infinite if at least half of the seeds do not reach uniform's value of their seed by uniform's final
+    time. `rows` are the result of `read_round`. Performance profiles show these ratios (Dahl et al. 2023, AlgoPerf).
     """
     times: dict[str, dict[str, float]] = {}
     for setting, iterated_metric, rows_by_method, end_time, _ in iterate_metrics(rows):
@@ -219,7 +218,8 @@ def relative_times_to_target(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
         targets = log_values_at(rows_by_method["uniform"], metric, end_time)
         medians = {}
         for method, method_rows in rows_by_method.items():
-            log_times = log_times_to_reach(method_rows, metric, targets).fillna(math.inf)
+            log_times = log_times_to_reach(method_rows, metric, targets)
+            log_times = log_times.where(log_times <= math.log(end_time) + 1e-9, math.inf)  # NaN becomes infinite too
             medians[method] = math.exp(log_times.median())
         fastest = min(medians.values())
         times[setting] = {method: median / fastest for method, median in medians.items()}

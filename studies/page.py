@@ -60,18 +60,17 @@ def format_times(times: dict[str, pd.DataFrame]) -> str:
 
 
 def _format_ratio(ratio: float) -> str:
-    """Return a ratio of times with two decimals, ``never`` for infinity, or ``not so far`` for NaN."""
+    """Return a ratio of times with two decimals, ``never`` for infinity, or ``unfinished`` for NaN."""
     if math.isnan(ratio):
-        return "not so far"
+        return "unfinished"
     return "never" if math.isinf(ratio) else f"{ratio:.2f}"
 
 
 def profile_curve(ratios: "pd.Series[float]", largest: float) -> tuple[list[float], list[float]]:
     """Return the corners of a method's performance profile: multiples of the fastest time, and shares of settings.
 
-    A share is that of the settings with a ratio of at most the multiple. The multiples are 1, the finite ratios in
-    ascending order, and `largest`. `ratios` are times over the fastest method's, by setting; a missing setting counts
-    as not reached.
+    Each share counts the settings whose ratio is at most the multiple. The multiples are 1, the finite ratios in
+    ascending order, and `largest`. `ratios` are times divided by the fastest method's, by setting.
     """
     finite_ratios = sorted(ratio for ratio in ratios if math.isfinite(ratio))
     reached = [number / len(ratios) for number in range(len(finite_ratios) + 1)]  # after each of the finite ratios
@@ -83,7 +82,8 @@ def draw_profile(times: dict[str, pd.DataFrame], path: Path) -> None:
 
     A curve is the share of settings in which a method reaches uniform's final value within a multiple of the fastest
     method's time. The curves end at the largest finite multiple, at least 1.1. Each is drawn a little below the one
-    before, so that equal curves stay visible. `times` are results of ``relative_times_to_target`` by metric.
+    before, so that equal curves stay visible. Settings that lack a method are left out. `times` are results of
+    ``relative_times_to_target`` by metric.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, NullLocator
@@ -91,6 +91,10 @@ def draw_profile(times: dict[str, pd.DataFrame], path: Path) -> None:
     figure = Figure(figsize=(3.6 * len(times), 3.2), layout="constrained", dpi=150)
     panels = figure.subplots(1, len(times), sharey=True, squeeze=False)[0]
     for axes, (metric, times_of_metric) in zip(panels, times.items()):
+        axes.set_title(metric)
+        times_of_metric = times_of_metric.dropna(axis="columns")
+        if times_of_metric.empty:  # no setting is finished
+            continue
         values = times_of_metric.to_numpy()
         largest = max(values[np.isfinite(values)].max(initial=1), 1.1)
         for number, (method, ratios) in enumerate(times_of_metric.iterrows()):
@@ -98,13 +102,13 @@ def draw_profile(times: dict[str, pd.DataFrame], path: Path) -> None:
             style = ("-", "--", ":")[number // 10 % 3]
             shifted = [share - 0.008 * number for share in shares]
             axes.step(multiples, shifted, where="post", label=method, color=f"C{number % 10}", ls=style, lw=1.2)
-        axes.set(xscale="log", title=metric, xlabel="time / time of the fastest method")
+        axes.set(xscale="log", xlabel="time / time of the fastest method")
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter("{x:.3g}")
         axes.xaxis.set_minor_locator(NullLocator())
         axes.tick_params(labelsize=7)
-    panels[0].set_ylabel("share of settings")
-    panels[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    panels[0].set_ylabel("share of settings (curves shifted by 0.008 each)", fontsize=7)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=6, loc="outside center right", frameon=False)
     figure.savefig(path)
 
 
@@ -127,10 +131,10 @@ def _markdown(tables: dict[Any, pd.DataFrame]) -> str:
 def _cell(row: Any) -> str:
     """Return the text of a row of ``judge.table``: ratio, interval and corrected p, such as ``0.950 (0.910 to 0.990)``.
 
-    A p of 1 is left out. For uniform, the text is its value. Without a row or a value it is ``not so far``.
+    A p of 1 is left out. For uniform, the text is its value. Without a row or a value it is ``unfinished``.
     """
     if row is None or math.isnan(row.value):
-        return "not so far"
+        return "unfinished"
     if row.method == "uniform":
         return f"{row.value:.3g}"
     p = f", p {row.p_holm:.2g}" if row.p_holm < 1 else ""

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pkgutil
+import re
 from itertools import chain
 from pathlib import Path
 
@@ -31,9 +32,21 @@ def test_a_call_with_a_wrong_shape_fails():
 
 
 def test_calls_of_every_listed_module_are_checked():
-    """A module listed since its last import may be unchecked until ``__pycache__`` is deleted: jaxtyping's cache."""
+    """Delete ``__pycache__`` if this fails for a newly listed module: jaxtyping may have cached its unchecked code."""
     modules = []
     for name in CHECKED_MODULES:
         path = getattr(importlib.import_module(name), "__path__", None)
         modules += [name] if path is None else [module.name for module in pkgutil.iter_modules(path, f"{name}.")]
     assert [name for name in modules if not is_checked(name)] == []
+
+
+def test_every_module_with_shapes_is_listed():
+    source = Path(conditions.__file__).parents[1]
+    imports_shapes = re.compile(r"^\s*from (jaxtyping|kairos\.(array_)?shapes) import", re.MULTILINE)
+    unlisted = []
+    for path in sorted(source.rglob("*.py")):
+        name = ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+        is_listed = any(name == listed or name.startswith(f"{listed}.") for listed in CHECKED_MODULES)
+        if imports_shapes.search(path.read_text(encoding="utf-8")) and not is_listed:
+            unlisted.append(name)
+    assert unlisted == ["kairos.array_shapes", "kairos.shapes"]

@@ -88,7 +88,8 @@ def test_page_and_figure_show_every_method_in_order_of_its_distance(tmp_path):
         "p2",
     ]
     assert re.match(r"\| min_snr \| (0\.\d{3} \((0\.\d{3}) to 0\.8\d\d, p \d\.\de-\d\d\) \| ?){2}$", lines[2])
-    assert lines[4].startswith("| p2 | not so far | 1.")
+    cells = lines[4].split(" | ")
+    assert cells[0] == "| p2" and cells[2].startswith("1.")
     page.draw(table, tmp_path / "figure.png", judge.METRICS[:2], judge.LEVEL)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
@@ -102,7 +103,12 @@ def test_a_profile_shows_in_how_many_settings_a_method_is_as_fast_as_the_fastest
     assert times["t"].to_dict() == pytest.approx({"uniform": 2.5, "min_snr": 2, "p2": 1})
     assert page.profile_curve(times.loc["min_snr"], 4) == ([1, pytest.approx(1), pytest.approx(2), 4], [0, 0.5, 1, 1])
     assert page.profile_curve(times.loc["p2"], 4) == ([1, pytest.approx(1), 4], [0, 0.5, 0.5])
+    # a method that costs twice the time of uniform's step reaches the value only after uniform's last snapshot
+    costly = curves({"uniform": (1, 1), "gradient_norm": (1.5, 2)})
+    assert judge.relative_times_to_target(costly, "distance")["s"]["gradient_norm"] == math.inf
     page.draw_profile({"distance": times}, tmp_path / "profile.png")
+    unfinished = times.assign(t=math.nan)  # no method has run in this setting
+    page.draw_profile({"distance": unfinished, "val_loss": unfinished[["t"]]}, tmp_path / "unfinished.png")
     assert (tmp_path / "profile.png").stat().st_size > 1000
     first_row = page.format_times({"distance": times}).splitlines()[2]
     assert first_row == "| min_snr | 1.00 | 2.00 |"

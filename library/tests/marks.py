@@ -14,7 +14,7 @@ def mark_long(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
         quick: values that stay in the quick tests.
 
     Raises:
-        ValueError: `values` lacks a value of `quick`, which would leave the quick tests without a message.
+        ValueError: a value of `quick` is not in `values`; the quick tests would silently lose it.
     """
     values = list(values)
     if missing := [value for value in quick if value not in values]:

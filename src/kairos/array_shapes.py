@@ -12,7 +12,7 @@ ImageArray = UInt8[np.ndarray, "batch height width channels"]
 """Images of uint8 with the channels last, as a data set stores them."""
 
 ImageBatch = UInt8[np.ndarray, "_ height width channels"]
-"""One of several batches of images, whose sizes differ, in the form of `ImageArray`."""
+"""A batch of uint8 images, channels last. Batches in one call may differ in the number of images, not in their size."""
 
 IntegerArray = Int[np.ndarray, "batch"]
 """One integer per sample, such as the index of an image or an epoch."""

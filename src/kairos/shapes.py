@@ -1,8 +1,8 @@
 """Shapes and dtypes of tensors in signatures, such as ``Images``.
 
 Tests check the calls of the modules that tests/checked_modules.py lists. Dimensions with one name have one size in a
-call: the sizes of ``Images`` and ``Times`` of a function agree in ``batch``. A type of one or two
-modules is defined in the module that creates its values.
+call: the sizes of ``Images`` and ``Times`` of a function agree in ``batch``. Further types are defined in the modules
+that use them.
 """
 
 from jaxtyping import Bool, Float, Int, Num, Shaped, UInt8
@@ -45,6 +45,9 @@ EncodedTexts = Float[Tensor, "batch *shape"]
 Features = Float[Tensor, "batch features"]
 """Feature vectors of images."""
 
+LayerFeatures = Float[Tensor, "batch _"]
+"""Values of one layer of an extractor, flattened; widths differ between layers."""
+
 Logits = Float[Tensor, "batch classes"]
 """Logits of the classes."""
 
@@ -57,7 +60,7 @@ Output = Float[Tensor, "batch output_channels height width"]
 """Output of a network: the channels of x0, and those of a learned variance."""
 
 VarianceChannels = Float[Tensor, "batch variance_channels height width"]
-"""Channels of a network's output that select the variance; none without a learned variance."""
+"""Output channels that parametrise a learned reverse variance; 0 channels without a learned variance."""
 
 Tokens = Float[Tensor, "batch tokens hidden_width"]
 """Tokens of a transformer."""

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 ARRAYS = ("captions", "caption_ends", "caption_firsts")  # names of the arrays, and of their files without .npy
 UnmatchedCaptions = frozenset[tuple[str, int]]  # captions without an image: file, and position in the file
 
-CaptionEnds = Int[np.ndarray, "captions"]
-CaptionFirsts = Int[np.ndarray, "images_and_end"]
-PackedCaptions = Integer[np.ndarray, "_"]
-EmptyState = Float[np.ndarray, "*shape"]
+CaptionEnds = Int[np.ndarray, "captions"]  # byte after the end of each caption
+CaptionFirsts = Int[np.ndarray, "images_and_end"]  # first caption of each image, then the number of captions
+CaptionArray = Integer[np.ndarray, "_"]  # one of the arrays `ARRAYS`; their lengths differ
+EmptyTextState = Float[np.ndarray, "*shape"]  # state of the empty caption
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def open_captions(folder: Path, command: str) -> Captions:
     return Captions(content, ends[:], firsts[:])  # [:] reads the two arrays of integers into memory
 
 
-def pack_captions(captions: list[list[str]]) -> dict[str, PackedCaptions]:
+def pack_captions(captions: list[list[str]]) -> dict[str, CaptionArray]:
     """Convert the captions of each image to the three arrays that a prepared data set stores, by their names `ARRAYS`.
 
     ``captions`` contains the UTF-8 bytes of all texts, uint8 (bytes,). ``caption_ends`` is the end of each text there,
@@ -268,7 +268,7 @@ class EncodedCaptions:
 
     manifest: dict[str, Any]
     states: ArrayFile
-    empty: EmptyState
+    empty: EmptyTextState
 
 
 def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCaptions:

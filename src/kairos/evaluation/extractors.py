@@ -12,19 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 
 from kairos import compute
 from kairos.array_shapes import ImageArray
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.settings import EXTRACTORS, ExtractorOptions
 from kairos.files import check_files, open_record, write_json
+from kairos.shapes import LayerFeatures
 from kairos_timesteps.errors import KairosError
 
 # manifest fields of published extractors, which take images of any size; extractors that kairos trains replace them
 _FIELDS_OF_PUBLISHED = {"accuracy": None, "shape": None, "dataset_sha256": None}
-
-LayerValues = Float[torch.Tensor, "batch _"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Extractor:
         """Number of features of an image."""
         return int(self.manifest["features"])
 
-    def compute_layers(self, images: ImageArray) -> dict[str, LayerValues]:
+    def compute_layers(self, images: ImageArray) -> dict[str, LayerFeatures]:
         """Return the values of all layers of the images by name, each flattened to float32 (n, width), on the CPU.
 
         TF32 is forbidden in this process afterwards, see `compute.precision`.

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, BasicConv2d, FeatureExtractorInceptionV3
 
@@ -14,10 +13,8 @@ from kairos.evaluation import inception_weights
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.settings import InceptionOptions
 from kairos.files import link_file, sha256_file
-from kairos.shapes import FeatureMaps, Pixels
+from kairos.shapes import FeatureMaps, LayerFeatures, Pixels
 from kairos_timesteps.errors import KairosError
-
-LayerFeatures = Float[Tensor, "batch _"]  # features of one layer; the numbers of features differ between layers
 
 WEIGHTS = inception_weights.NAME
 

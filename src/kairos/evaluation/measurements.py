@@ -19,7 +19,7 @@ from kairos.data.arrays import ArrayFile, write_npy_header
 from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
 from kairos.shapes import Features
 
-Weights = Num[Tensor, "batch"]  # how often each vector counts
+Multiplicities = Num[Tensor, "batch"]  # how often each feature vector counts
 StoredIndices = Int[np.ndarray, "stored"]
 
 BATCH = 64  # images whose features are computed at a time
@@ -37,7 +37,7 @@ class MomentSums:
     def __init__(self) -> None:
         self.count = 0.0  # a sum of weights
 
-    def add(self, values: Features, weights: Weights | None = None) -> None:
+    def add(self, values: Features, weights: Multiplicities | None = None) -> None:
         """Add vectors (n, d), on the CPU; vector i counts `weights[i]` times, or once without weights (n,)."""
         values = values.double()
         if not self.count:  # the first batch

@@ -26,8 +26,8 @@ VALIDATION_LOSSES = ("val_loss", "val_vlb", "val_vlb_without_last")
 PerSnapshot = Float[np.ndarray, "snapshots"]
 PerBaselineSnapshot = Float[np.ndarray, "baseline_snapshots"]
 PerSeed = Float[np.ndarray, "seeds"]
-BySeed = Float[np.ndarray, "seeds snapshots"]
-Reached = Bool[np.ndarray, "snapshots"]
+PerSeedAndSnapshot = Float[np.ndarray, "seeds snapshots"]
+SnapshotFlags = Bool[np.ndarray, "snapshots"]
 LogDistances = Float[np.ndarray, "*tables methods seeds"]
 LogRatios = Float[np.ndarray, "*ratios seeds"]
 PerRatio = Float[np.ndarray, "*ratios"]
@@ -55,8 +55,8 @@ class Curve:
     std_over_sets: PerSnapshot
     std_over_seeds: PerSnapshot
     std: PerSnapshot
-    values_by_seed: BySeed
-    seconds_by_seed: BySeed
+    values_by_seed: PerSeedAndSnapshot
+    seconds_by_seed: PerSeedAndSnapshot
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def crossing_cost_just_below(costs: PerSnapshot, values: PerSnapshot, target: fl
     return _interpolate_cost(costs, values, target, values < target)
 
 
-def _interpolate_cost(costs: PerSnapshot, values: PerSnapshot, target: float, is_reached: Reached) -> float:
+def _interpolate_cost(costs: PerSnapshot, values: PerSnapshot, target: float, is_reached: SnapshotFlags) -> float:
     """Return the cost of `target`, interpolated between the first snapshot with `is_reached` and the snapshot before.
 
     The result is NaN if no snapshot reaches the target, and the cost of the first snapshot if that one does. Arrays are
