@@ -1,15 +1,18 @@
-"""Measure time and peak memory of every stage before sampling at several numbers of images of 8×8 pixels.
+"""Measure time and peak memory of every stage up to training at several numbers of images of 8×8 pixels.
 
-    python benchmarks/image_count.py --source zip --sizes 100000 1281167 --out benchmarks/results/image_count_zip.csv
+    python benchmarks/image_count.py --autoencoder train --sizes 100000 1281167 --out train.csv
 
 The data set has 300 distinct images in ten classes, repeated to the number of images, in a zip with dataset.json or a
-parquet file. With ``--autoencoder train`` a tiny autoencoder encodes them; otherwise training is in pixel space. Each
-stage is a process of its own with one thread. All images are part of the reference, except 10 % that are held out.
+parquet file. With ``--autoencoder train`` a tiny autoencoder encodes them, and DVC records the results; otherwise
+training is in pixel space. All images are part of the reference, except 10 % that are held out.
+
+Snakemake runs the experiment in a clone of the last commit, one job at a time with one thread. Each stage is a process
+of its own.
 
 Columns:
     source, autoencoder, images: the case.
-    stage: name of the stage; train has 200 steps.
-    seconds: wall time of the stage.
+    stage: name of the stage; train has 200 steps. ``record`` is ``kairos ledger record``, with a new cache of DVC.
+    seconds: wall time of the stage, without start-up for stages of Snakemake.
     mib: peak resident memory, MiB.
     microseconds_per_image: seconds over the number of images.
 """
@@ -18,10 +21,12 @@ import argparse
 import csv
 import io
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -31,7 +36,9 @@ import pyarrow.parquet as pq
 import yaml
 from PIL import Image
 
+ROOT = Path(__file__).resolve().parents[1]
 DISTINCT, CLASSES = 300, 10
+STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train")
 FIELDS = ["source", "autoencoder", "images", "stage", "seconds", "mib", "microseconds_per_image"]
 
 
@@ -69,14 +76,15 @@ def write_parquet(path: Path, count: int) -> None:
             writer.write_table(pa.table({"image": images, "label": labels}, schema=schema))
 
 
-def experiment(source: str, autoencoder: str) -> dict:
+def experiment(source: str, images: Path, autoencoder: str) -> dict:
     """Return an experiment whose networks are tiny, so that the number of images dominates, as plain values."""
     autoencoder_section = {"kind": "none"}
     if autoencoder == "train":
         autoencoder_section = {"kind": "train", "channels": [8, 8], "steps": 20, "encode_batch_size": 256}
     return {
         "experiment": "count",
-        "dataset": {"source": source, "path": f"images.{source}"},
+        "seeds": [0],
+        "dataset": {"source": source, "path": str(images)},
         "autoencoder": autoencoder_section,
         "model": {"name": "dit", "patch": 2, "width": 32, "depth": 1, "heads": 2},
         "training": {"milestones": [200], "batch_size": 64, "device": "cpu"},
@@ -91,25 +99,41 @@ def experiment(source: str, autoencoder: str) -> dict:
     }
 
 
-def run(folder: Path) -> dict[str, dict]:
-    """Run every stage of the experiment in a folder; return the record of time and memory by stage."""
-    config = ["--config", "x.yaml"]
-    shared = [*config, "--dataset", "dataset"]
-    autoencoder, latents, extractor = ([f"--{name}", name] for name in ("autoencoder", "latents", "extractor"))
-    calls = {
-        "prepare": [*config, "--out", "dataset"],
-        "autoencoder": [*shared, "--out", "autoencoder"],
-        "encode": [*shared, *autoencoder, "--out", "latents"],
-        "extractor": [*shared, "--out", "extractor"],
-        "reference": [*shared, *autoencoder, *latents, *extractor, "--out", "reference"],
-        "train": [*config, "--method", "uniform", "--seed", "0", *latents, "--out", "u/seed0"],
-    }
-    records = {}
-    for stage, arguments in calls.items():
-        command = [sys.executable, "-m", "kairos", stage, *arguments, "--timing", f"{stage}.json"]
-        subprocess.run(command, cwd=folder, check=True)
-        records[stage] = json.loads((folder / f"{stage}.json").read_text())
-    return records
+def clone_with_experiment(clone: Path, values: dict) -> None:
+    """Clone the last commit of this project, and commit the experiment as params.yaml, which DVC records."""
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    (clone / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    author = ["-c", "user.name=benchmark", "-c", "user.email=benchmark@localhost"]
+    subprocess.run(["git", *author, "commit", "--quiet", "--all", "--message", "Experiment"], cwd=clone, check=True)
+
+
+def measure_stages(clone: Path) -> dict[str, tuple[float, float]]:
+    """Run the experiment with Snakemake; return seconds and MiB of each stage in `STAGES`."""
+    subprocess.run(["snakemake", "--cores", "1", "--configfile", "params.yaml"], cwd=clone, check=True)
+    timing = clone / "results" / "count" / "timing"
+    measurements = {}
+    for stage in STAGES:
+        file = timing / f"{stage}.json"
+        if file.is_file():  # `autoencoder` is not a stage without an autoencoder
+            record = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            record = json.loads(next(timing.glob(f"{stage}/**/*.json")).read_text(encoding="utf-8"))
+        measurements[stage] = record["wall_seconds"], record["peak_rss_bytes"] / 2**20
+    return measurements
+
+
+def measure_record(clone: Path) -> tuple[float, float]:
+    """Record the results with DVC in the clone's own cache; return seconds and MiB.
+
+    Memory is that of the largest process among kairos, Snakemake and DVC.
+    """
+    start = time.perf_counter()
+    process = subprocess.Popen(["kairos", "ledger", "record"], cwd=clone)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - start
+    if status:
+        raise RuntimeError(f"kairos ledger record failed in {clone}")
+    return seconds, usage.ru_maxrss / 2**10
 
 
 def main() -> None:
@@ -121,25 +145,37 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with open(arguments.out, "w", newline="", encoding="utf-8") as file:
         file.write(f"# python {' '.join(sys.argv)}; {os.cpu_count()} CPUs\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
         for size in arguments.sizes:
-            with tempfile.TemporaryDirectory() as temporary:
-                folder = Path(temporary)
-                os.environ["HF_HOME"] = str(folder / "cache")  # of the table that `datasets` converts
-                write = {"zip": write_zip, "parquet": write_parquet}[arguments.source]
-                write(folder / f"images.{arguments.source}", size)
-                values = experiment(arguments.source, arguments.autoencoder)
-                (folder / "x.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-                for stage, record in run(folder).items():
-                    seconds, mebibytes = record["wall_seconds"], record["peak_rss_bytes"] / 2**20
-                    case = [arguments.source, arguments.autoencoder, size, stage]
-                    row = [*case, f"{seconds:.1f}", round(mebibytes), f"{seconds / size * 1e6:.0f}"]
-                    writer.writerow(row)
-                    file.flush()
-                    print(dict(zip(FIELDS, row)), flush=True)
+            for stage, (seconds, mebibytes) in measure(arguments.source, arguments.autoencoder, size).items():
+                case = [arguments.source, arguments.autoencoder, size, stage]
+                row = [*case, f"{seconds:.1f}", round(mebibytes), f"{seconds / size * 1e6:.0f}"]
+                writer.writerow(row)
+                file.flush()
+                print(dict(zip(FIELDS, row)), flush=True)
+
+
+def measure(source: str, autoencoder: str, size: int) -> dict[str, tuple[float, float]]:
+    """Write a data set of `size` images and run the experiment; return seconds and MiB of each stage."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        os.environ["HF_HOME"] = str(folder / "cache")  # of the table that `datasets` converts
+        images = folder / f"images.{source}"
+        # a process of its own, because a process that starts others passes its memory use on to their peak
+        write = {"zip": write_zip, "parquet": write_parquet}[source]
+        writing = multiprocessing.get_context("spawn").Process(target=write, args=(images, size))
+        writing.start()
+        writing.join()
+        clone = folder / "clone"
+        clone_with_experiment(clone, experiment(source, images, autoencoder))
+        measurements = measure_stages(clone)
+        if autoencoder == "train":  # dvc.yaml contains the stage of the autoencoder
+            measurements["record"] = measure_record(clone)
+    return measurements
 
 
 if __name__ == "__main__":
