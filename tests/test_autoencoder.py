@@ -1,5 +1,6 @@
 """Stage autoencoder and its codec, for the kinds none, train and pretrained."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -152,9 +153,12 @@ def test_checkpoints_of_other_settings_and_damaged_ones_are_not_used(digits, tmp
     capsys.readouterr()
     training.train(settings(steps=2, seed=3), digits, state, CPU)
     assert "resumes" not in capsys.readouterr().err
-    state.write_bytes(state.read_bytes()[:1000])
-    training.train(settings(steps=2), digits, state, CPU)
-    assert "is damaged" in capsys.readouterr().err
+    other_content = io.BytesIO()  # a file of torch with other content
+    torch.save([1, 2], other_content)
+    for damaged in (state.read_bytes()[:1000], other_content.getvalue()):
+        state.write_bytes(damaged)
+        training.train(settings(steps=2), digits, state, CPU)
+        assert "is damaged" in capsys.readouterr().err
 
 
 def test_a_resolution_that_cannot_be_halved_is_rejected(digits, tmp_path):
