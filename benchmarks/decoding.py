@@ -71,8 +71,8 @@ def measure(config: DatasetConfig, out: Path, threads: int) -> tuple[float, floa
 def main() -> None:
     """Measure all sizes, print the ratios and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", type=int, default=600, help="images of 250 pixels; half of this number of 500")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--images", type=int, default=4000, help="images of 250 pixels; half of this number of 500")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
