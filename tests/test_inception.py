@@ -9,7 +9,7 @@ import pytest
 import torch
 from frechet import write_weights
 
-from kairos.evaluation import extractors, inception_weights, metrics
+from kairos.evaluation import extractors, inception, inception_weights, metrics
 from kairos.evaluation.evaluate import EvaluationJob, cache_published_extractor, run
 from kairos.evaluation.measurements import iterate_rows, measure
 from kairos.evaluation.settings import FidOptions, InceptionOptions, IscOptions, SfidOptions
@@ -130,9 +130,20 @@ def test_features_equal_those_of_torch_fidelity(tmp_path):
     weights = tmp_path / "weights.pth"
     plain = write_weights(weights, ["2048", "logits_unbiased"])
     extractors.build_extractor(InceptionOptions(path=str(weights)), None, tmp_path / "x")
-    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
-    computed = extractors.open_extractor(tmp_path / "x").compute_layers(images)
-    features, logits = plain(torch.from_numpy(images).permute(0, 3, 1, 2))
-    assert 0.1 < features.mean() < 10
-    for name, expected in (("features", features), ("logits", logits)):
-        assert (computed[name] - expected).norm() < 1e-5 * expected.norm()
+    extractor = extractors.open_extractor(tmp_path / "x")
+    for count, height, width in ((3, 32, 32), (inception._CPU_IMAGES + 1, 20, 45)):
+        images = np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+        computed = extractor.compute_layers(images)
+        features, logits = plain(torch.from_numpy(images).permute(0, 3, 1, 2))
+        assert 0.1 < features.mean() < 10
+        for name, expected in (("features", features), ("logits", logits)):
+            assert computed[name].shape == expected.shape
+            assert (computed[name] - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (8, 8), (32, 48), (299, 299), (400, 333)])
+def test_images_are_resized_as_torch_fidelity_does(size):
+    from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d_like_tensorflow1x as interpolate
+
+    images = torch.randint(0, 256, (2, 3, *size), generator=torch.Generator().manual_seed(0)).float()
+    assert torch.equal(inception._resize(images), interpolate(images, size=(299, 299), align_corners=False))
