@@ -96,12 +96,15 @@ def _build_extractor(arguments: argparse.Namespace) -> None:
     missing. The end of start-up is marked before.
 
     Raises:
-        ConfigError: the experiment is not valid, or its evaluation is not possible.
+        ConfigError: the experiment is not valid; or the extractor is ``auto``, and the evaluation is not possible.
         KairosError: the data set is missing, or the extractor cannot be trained or downloaded.
     """
     from kairos.config import load
 
-    experiment, _ = load(arguments.config).resolve()  # without the messages, which `kairos check` prints
+    experiment = load(arguments.config)
+    if experiment.evaluation.extractor.name == "auto":
+        # only then, because `resolve` lists all images of the source. In a job of Snakemake `auto` is resolved already
+        experiment, _ = experiment.resolve()  # without the messages, which `kairos check` prints
 
     # imported after the check of the experiment file, since it takes seconds
     from kairos import resource_usage
