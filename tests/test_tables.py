@@ -1,6 +1,7 @@
 """Tests of Parquet files and data sets of the Hugging Face hub as sources."""
 
 import io
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -64,12 +65,19 @@ def test_images_and_labels_of_parquet_files_are_read_in_order(tmp_path, hub_cach
         assert np.array_equal(dataset.images[row], np.asarray(random_image(seed)))
 
 
-def test_a_table_is_reopened_after_a_number_of_reads(tmp_path, hub_cache, monkeypatch):
-    monkeypatch.setattr("kairos.data.sources._READS_BEFORE_REOPENING", 3)
+@pytest.mark.parametrize(("nearby_rows", "openings"), [(64, 2), (0, 11)])
+def test_a_table_is_reopened_when_reads_have_mapped_much_of_it(tmp_path, hub_cache, monkeypatch, nearby_rows, openings):
+    """Reads of rows far from the one before map further pages."""
+    monkeypatch.setattr("kairos.data.sources._MAPPED_BYTES", int(3.5 * len(_png(0))))
+    monkeypatch.setattr("kairos.data.sources._NEARBY_ROWS", nearby_rows)
+    loads, opened = pickle.loads, []
+    monkeypatch.setattr(pickle, "loads", lambda content: opened.append(len(content)) or loads(content))
     path = write_parquet(tmp_path / "one.parquet", 10)
     source = open_source(config(source="parquet", path=str(path)))
+    opened.clear()  # `datasets` also unpickles
     for seed in (*range(10), 4, 0):
         assert np.array_equal(np.asarray(source.read(seed)), np.asarray(random_image(seed)))
+    assert len(opened) == openings
 
 
 def test_a_broken_row_of_a_parquet_file_is_reported_or_skipped(tmp_path, hub_cache):

@@ -24,7 +24,9 @@ from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos_timesteps.errors import ConfigError, KairosError
 
-_READS_BEFORE_REOPENING = 512  # reads of a memory-mapped table
+_MAPPED_BYTES = 64 << 20  # about the memory of a memory-mapped table at which it is opened again
+_BYTES_OF_FAULT = 64 << 10  # bytes that Linux maps around a byte that is read, at most
+_NEARBY_ROWS = 64  # rows between two reads of which the second one needs no other pages than those of its image
 
 
 @dataclass(frozen=True)
@@ -411,14 +413,16 @@ class _ImageColumn:
     """Column of images in a `datasets.Dataset`, which is memory-mapped.
 
     Pages of the memory map that were read are included in this process's memory. The column is therefore opened again
-    after some reads; unpickling a `datasets.Dataset` maps its files again.
+    when reads have mapped about `_MAPPED_BYTES`; unpickling a `datasets.Dataset` maps its files again. The time to open
+    it grows with the number of rows, so that the limit is in bytes: small images are read many times between.
     """
 
     def __init__(self, table: Any, column: str):
         self._column = column
         self._cells = table.select_columns(column)
         self._pickled_cells = pickle.dumps(self._cells)
-        self._read_count = 0
+        self._mapped_bytes = 0
+        self._last_index = -1
         self._lock = threading.Lock()
 
     def read(self, index: int) -> Image.Image:
@@ -428,9 +432,9 @@ class _ImageColumn:
             ValueError: the cell is empty, or its image is broken; the message contains the reason.
         """
         with self._lock:  # while one thread opens the column again, others may still read the old one
-            self._read_count += 1
-            if self._read_count % _READS_BEFORE_REOPENING == 0:
+            if self._mapped_bytes > _MAPPED_BYTES:
                 self._cells = pickle.loads(self._pickled_cells)
+                self._mapped_bytes = 0
             cells = self._cells
         cell = cells[index][self._column]
         if isinstance(cell, dict):  # Image(decode=False) gives the bytes of the image file, or its path
@@ -440,6 +444,10 @@ class _ImageColumn:
             content_or_path = cell
         if not content_or_path:
             raise ValueError("the cell is empty")
+        with self._lock:
+            is_nearby = abs(index - self._last_index) <= _NEARBY_ROWS
+            self._mapped_bytes += len(content_or_path) + (0 if is_nearby else _BYTES_OF_FAULT)
+            self._last_index = index
         if isinstance(content_or_path, str):
             return read_image(Path(content_or_path))
         return read_image(bytes(content_or_path))
