@@ -6,13 +6,13 @@ The data set has 300 distinct images in ten classes, repeated to the number of i
 parquet file. With ``--autoencoder train`` a tiny autoencoder encodes them, and DVC records the results; otherwise
 training is in pixel space. All images are part of the reference, except 10 % that are held out.
 
-Snakemake runs the experiment in a clone of the last commit, one job at a time with one thread. Each stage is a process
-of its own.
+Snakemake runs the experiment in a clone of the last commit, one job at a time with one thread. Each job is a forked
+process of a server that has imported torch, so that memory includes these imports.
 
 Columns:
     source, autoencoder, images: the case.
     stage: name of the stage; train has 200 steps. ``record`` is ``kairos ledger record``, with a new cache of DVC.
-    seconds: wall time of the stage, without start-up for stages of Snakemake.
+    seconds: wall time of the job, without imports of the server.
     mib: peak resident memory, MiB.
     microseconds_per_image: seconds over the number of images.
 """
@@ -111,13 +111,11 @@ def measure_stages(clone: Path) -> dict[str, tuple[float, float]]:
     """Run the experiment with Snakemake; return seconds and MiB of each stage in `STAGES`."""
     subprocess.run(["snakemake", "--cores", "1", "--configfile", "params.yaml"], cwd=clone, check=True)
     timing = clone / "results" / "count" / "timing"
+    files = {stage: timing / f"{stage}.json" for stage in STAGES}
+    files["train"] = timing / "train" / "uniform_seed0" / "1.json"
     measurements = {}
-    for stage in STAGES:
-        file = timing / f"{stage}.json"
-        if file.is_file():  # `autoencoder` is not a stage without an autoencoder
-            record = json.loads(file.read_text(encoding="utf-8"))
-        else:
-            record = json.loads(next(timing.glob(f"{stage}/**/*.json")).read_text(encoding="utf-8"))
+    for stage, file in files.items():
+        record = json.loads(file.read_text(encoding="utf-8"))
         measurements[stage] = record["wall_seconds"], record["peak_rss_bytes"] / 2**20
     return measurements
 
@@ -165,11 +163,13 @@ def measure(source: str, autoencoder: str, size: int) -> dict[str, tuple[float, 
         folder = Path(temporary)
         os.environ["HF_HOME"] = str(folder / "cache")  # of the table that `datasets` converts
         images = folder / f"images.{source}"
-        # a process of its own, because a process that starts others passes its memory use on to their peak
+        # in a separate process, because a child inherits the peak memory of its parent
         write = {"zip": write_zip, "parquet": write_parquet}[source]
         writing = multiprocessing.get_context("spawn").Process(target=write, args=(images, size))
         writing.start()
         writing.join()
+        if writing.exitcode:
+            raise RuntimeError(f"{images} could not be written")
         clone = folder / "clone"
         clone_with_experiment(clone, experiment(source, images, autoencoder))
         measurements = measure_stages(clone)

@@ -153,6 +153,10 @@ def test_checkpoints_of_other_settings_and_damaged_ones_are_not_used(digits, tmp
     capsys.readouterr()
     training.train(settings(steps=2, seed=3), digits, state, CPU)
     assert "resumes" not in capsys.readouterr().err
+    load, keywords = torch.load, {}
+    monkeypatch.setattr(torch, "load", lambda *arguments, **given: keywords.update(given) or load(*arguments, **given))
+    training.train(settings(steps=4), digits, state, CPU)
+    assert keywords["map_location"] == "cpu"  # the GPU that wrote a checkpoint may be missing
     other_content = io.BytesIO()  # a file of torch with other content
     torch.save([1, 2], other_content)
     for damaged in (state.read_bytes()[:1000], other_content.getvalue()):

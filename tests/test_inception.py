@@ -139,9 +139,11 @@ def test_features_equal_those_of_torch_fidelity(tmp_path):
         for name, expected in (("features", features), ("logits", logits)):
             assert computed[name].shape == expected.shape
             assert (computed[name] - expected).norm() < 1e-5 * expected.norm()
+        last = extractor.compute_layers(images[-1:])["spatial"][0]
+        assert (computed["spatial"][-1] - last).norm() < 1e-5 * last.norm()
 
 
-@pytest.mark.parametrize("size", [(1, 1), (8, 8), (32, 48), (299, 299), (400, 333)])
+@pytest.mark.parametrize("size", [(1, 1), (8, 8), (32, 48), (299, 299), (400, 333), (700, 20)])
 def test_images_are_resized_as_torch_fidelity_does(size):
     from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d_like_tensorflow1x as interpolate
 

@@ -176,10 +176,10 @@ def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optim
     if not state.is_file():
         return 0
     try:
-        # on the CPU, because the GPU that wrote the file may be missing; loading into the model moves the tensors
+        # on the CPU, because the GPU that wrote the file may be missing; `load_state_dict` moves the tensors
         content = torch.load(state, map_location="cpu", weights_only=True)
         has_equal_identity = content["identity"] == identity
-    except Exception as error:  # for a damaged file torch raises errors of many types
+    except Exception as error:  # for a damaged file, or one of other content, errors have many types
         log(f"autoencoder: checkpoint {state} is damaged ({type(error).__name__}), starting over")
         return 0
     if not has_equal_identity:

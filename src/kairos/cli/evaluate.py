@@ -103,7 +103,8 @@ def _build_extractor(arguments: argparse.Namespace) -> None:
 
     experiment = load(arguments.config)
     if experiment.evaluation.extractor.name == "auto":
-        # only then, because `resolve` lists all images of the source. In a job of Snakemake `auto` is resolved already
+        # `resolve` lists all images of the source, so it is called only if necessary; jobs of Snakemake get a resolved
+        # experiment
         experiment, _ = experiment.resolve()  # without the messages, which `kairos check` prints
 
     # imported after the check of the experiment file, since it takes seconds

@@ -24,9 +24,9 @@ from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos_timesteps.errors import ConfigError, KairosError
 
-_MAPPED_BYTES = 64 << 20  # about the memory of a memory-mapped table at which it is opened again
-_BYTES_OF_FAULT = 64 << 10  # bytes that Linux maps around a byte that is read, at most
-_NEARBY_ROWS = 64  # rows between two reads of which the second one needs no other pages than those of its image
+_MAPPED_BYTES = 64 << 20  # a memory-mapped table is opened again after reads have mapped about this many bytes
+_FAULT_AROUND_BYTES = 64 << 10  # most bytes that Linux maps at a page fault
+_NEARBY_ROWS = 64  # a read within this many rows of the previous read is assumed to map the image's bytes alone
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,8 @@ class _ImageColumn:
 
     Pages of the memory map that were read are included in this process's memory. The column is therefore opened again
     when reads have mapped about `_MAPPED_BYTES`; unpickling a `datasets.Dataset` maps its files again. The time to open
-    it grows with the number of rows, so that the limit is in bytes: small images are read many times between.
+    it grows with the number of rows. The limit is therefore in bytes: many small images are read between two openings,
+    if they are read in order; in random order at most 1,024.
     """
 
     def __init__(self, table: Any, column: str):
@@ -446,7 +447,7 @@ class _ImageColumn:
             raise ValueError("the cell is empty")
         with self._lock:
             is_nearby = abs(index - self._last_index) <= _NEARBY_ROWS
-            self._mapped_bytes += len(content_or_path) + (0 if is_nearby else _BYTES_OF_FAULT)
+            self._mapped_bytes += len(content_or_path) + (0 if is_nearby else _FAULT_AROUND_BYTES)
             self._last_index = index
         if isinstance(content_or_path, str):
             return read_image(Path(content_or_path))
