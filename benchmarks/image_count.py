@@ -6,13 +6,13 @@ The data set has 300 distinct images in ten classes, repeated to the number of i
 parquet file. With ``--autoencoder train`` a tiny autoencoder encodes them, and DVC records the results; otherwise
 training is in pixel space. All images are part of the reference, except 10 % that are held out.
 
-Snakemake runs the experiment in a clone of the last commit, one job at a time with one thread. Each job is a forked
-process of a server that has imported torch, so that memory includes these imports.
+Snakemake runs the experiment in a clone of the last commit, one job at a time with one thread. Jobs except
+prepare are forks of a server that has imported torch: their memory includes these imports, their time does not.
 
 Columns:
     source, autoencoder, images: the case.
     stage: name of the stage; train has 200 steps. ``record`` is ``kairos ledger record``, with a new cache of DVC.
-    seconds: wall time of the job, without imports of the server.
+    seconds: wall time of the job.
     mib: peak resident memory, MiB.
     microseconds_per_image: seconds over the number of images.
 """

@@ -236,19 +236,18 @@ def test_images_without_labels_run_through_the_pipeline_to_the_report(tmp_path, 
     assert copy.to_do(config="flat.yaml") == {}
 
 
-@pytest.mark.parametrize(("extractor", "calls"), [("selfsupervised", 0), ("auto", 1)])
+@pytest.mark.parametrize(
+    ("extractor", "calls"), [({"name": "selfsupervised", "features": 4, "steps": 2}, 0), ("auto", 1)]
+)
 def test_stage_extractor_lists_the_images_only_for_auto(tmp_path, monkeypatch, extractor, calls):
-    dataset = write_images(tmp_path / "images", flat=40)
+    dataset = write_images(tmp_path / "images", flat=120)
     values = {
         "experiment": "e",
         "dataset": dataset.model_dump(mode="json", include={"source", "path", "heldout"}),
         "autoencoder": {"kind": "none"},
         "model": {"name": "dit", "patch": 4, "width": 16, "depth": 1, "heads": 2},
         "methods": {"uniform": {}},
-        "evaluation": {
-            "extractor": {"name": extractor, "features": 4, "steps": 2} if extractor != "auto" else "auto",
-            "num_samples": 100,
-        },
+        "evaluation": {"extractor": extractor, "num_samples": 100},
     }
     Path("e.yaml").write_text(yaml.safe_dump(values))
     assert main(["prepare", "--config", "e.yaml", "--out", "dataset"]) == 0
@@ -256,5 +255,5 @@ def test_stage_extractor_lists_the_images_only_for_auto(tmp_path, monkeypatch, e
     monkeypatch.setattr(
         "kairos.evaluation.extractor_choice.count_images", lambda config: counted.append(1) or count_images(config)
     )
-    main(["extractor", "--config", "e.yaml", "--dataset", "dataset", "--out", "extractor"])
+    assert main(["extractor", "--config", "e.yaml", "--dataset", "dataset", "--out", "extractor"]) == 0
     assert len(counted) == calls

@@ -25,7 +25,7 @@ from kairos.data.settings import DatasetConfig
 from kairos_timesteps.errors import ConfigError, KairosError
 
 _MAPPED_BYTES = 64 << 20  # a memory-mapped table is opened again after reads have mapped about this many bytes
-_FAULT_AROUND_BYTES = 64 << 10  # most bytes that Linux maps at a page fault
+_FAULT_AROUND_BYTES = 64 << 10  # most bytes that Linux maps at one page fault, counted for reads of distant rows
 _NEARBY_ROWS = 64  # a read within this many rows of the previous read is assumed to map the image's bytes alone
 
 
@@ -412,10 +412,10 @@ def _open_table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -
 class _ImageColumn:
     """Column of images in a `datasets.Dataset`, which is memory-mapped.
 
-    Pages of the memory map that were read are included in this process's memory. The column is therefore opened again
-    when reads have mapped about `_MAPPED_BYTES`; unpickling a `datasets.Dataset` maps its files again. The time to open
-    it grows with the number of rows. The limit is therefore in bytes: many small images are read between two openings,
-    if they are read in order; in random order at most 1,024.
+    Pages that reads have mapped count towards this process's memory. After about `_MAPPED_BYTES` of them the column is
+    opened again, which releases the pages: unpickling a `datasets.Dataset` maps its files anew. Opening takes longer
+    with more rows, so the limit is in bytes, not in reads. Small images read in order rarely cause an opening. In
+    random order each read counts `_FAULT_AROUND_BYTES` more, so at most 1,024 reads fit.
     """
 
     def __init__(self, table: Any, column: str):

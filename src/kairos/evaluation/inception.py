@@ -54,16 +54,16 @@ class Inception(FeatureExtractorInceptionV3):
 
     ADM's evaluator computes sFID of this layer: the first 7 channels of the first convolution of mixed_6.
 
-    On a CPU it takes about 0.54 of torch-fidelity's time (benchmarks/frechet.py). The weights of convolutions include
-    the normalisations after them, `to` selects the memory layout, `forward` processes 16 images at a time, and
-    `_resize` interpolates columns before rows. Features differ from those of torch-fidelity by rounding.
+    On a CPU, a Fréchet distance takes about 0.54 of torch-fidelity's CPU time (benchmarks/frechet.py). The weights of
+    convolutions include the normalisations after them, `to` selects the memory layout, `forward` processes 16 images at
+    a time, and `_resize` interpolates columns before rows. Features differ from those of torch-fidelity by rounding.
 
     Args:
         weights: file of torch-fidelity's weights.
     """
 
     def __init__(self, weights: Path):
-        # torch-fidelity requires layers of its `forward`, which this class replaces
+        # torch-fidelity's constructor requires names of layers; only its `forward`, replaced below, would use them
         super().__init__("inception", ["2048"], feature_extractor_weights_path=str(weights), verbose=False)
         for layer in list(self.modules()):  # a list, because the loop replaces modules
             if isinstance(layer, BasicConv2d):
@@ -96,16 +96,16 @@ class Inception(FeatureExtractorInceptionV3):
         for name in _BLOCKS:
             maps = getattr(self, name)(maps)  # block Mixed_6d runs the hook, which sets `self.spatial`
         features = maps.flatten(1)
-        logits = features @ self.fc.weight.T  # without bias, as Inception score and KID were published
+        logits = features @ self.fc.weight.T  # without bias, as in the published Inception score
         return features.float(), logits.float(), self.spatial
 
 
 def _resize(images: Images) -> FeatureMaps:
     """Resize images (batch, channels, height, width) to the network's input, bilinearly as TensorFlow 1 does.
 
-    The result equals that of torch-fidelity's function bit for bit. It interpolates columns in images of the original
-    height, and then rows; torch-fidelity gathers four images of the full size. Of high images it first selects the rows
-    that the result depends on.
+    The result equals that of torch-fidelity's function bit for bit. Columns are interpolated first, at the original
+    height, and then rows; torch-fidelity gathers four images of the full size. If an image is higher than 598 pixels,
+    only the rows that the result needs are processed.
     """
     top, bottom, row_weights = _neighbours_and_weights(images.shape[2], images)
     if images.shape[2] > 2 * _SIDE:
