@@ -25,6 +25,7 @@ from kairos.training.identity import compute_identity, trajectory_settings
 from kairos_timesteps.diffusion.schedule import CELLS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name
+from kairos_timesteps.registry import Registry
 
 Record = dict[str, Any]
 _NO_EFFECT = ("images", "unmatched", "store", "broken", "train_images")  # fields of dataset: images stay equal
@@ -112,6 +113,7 @@ class ExpectedSettings:
         self._manifests: dict[str, Record] = {}
         # caches of this object: a decorated method would keep every object alive
         self._settings_of = cache(self._collect_settings)
+        self._defaults_of = cache(_list_defaults)
         self.identities = cache(self._compute_identities)
         self.snapshot_record = cache(self._read_snapshot_record)
         self.find_changes = cache(self._find_changes)
@@ -274,12 +276,23 @@ class ExpectedSettings:
         recorded_method = dict(recorded["methods"].get(record["method"], {}))
         for part, (_, default) in PARTS.items():
             component = getattr(self.experiment.methods[method], part)
-            recorded_method[part] = _add_defaults(recorded_method.get(part, {"name": default}), component)
+            recorded_method[part] = self._add_defaults(recorded_method.get(part, {"name": default}), component)
         recorded["methods"] = {method: recorded_method}
-        recorded["model"] = _add_defaults(recorded["model"], self.experiment.model)
+        recorded["model"] = self._add_defaults(recorded["model"], self.experiment.model)
         default_dtype = AutoencoderConfig.model_fields["dtype"].default  # plain values lack it
         recorded["autoencoder"] = {"dtype": default_dtype} | recorded["autoencoder"]
         return _compare_settings(self._settings_of(method), recorded)
+
+    def _add_defaults(self, recorded: Any, component: ComponentOptions | LibraryComponent) -> Any:
+        """Return the recorded options of a component, with the defaults of options that they lack.
+
+        Such options are newer than the record. Options with the default None are not added. A recorded value that is
+        not a dictionary, or has another name than the component, is returned unchanged.
+        """
+        if not isinstance(recorded, dict) or recorded.get("name") != component.name:
+            return recorded
+        kind = component.registry if isinstance(component, LibraryComponent) else type(component)
+        return self._defaults_of(kind, component.name) | recorded
 
     def _compare_stage_hashes(self, section: str, changes: list[Change], record: Record, path: Path) -> list[Change]:
         """Return `changes`, corrected by a comparison of the recorded and the present hash of a stage's result.
@@ -350,8 +363,9 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
     """Compare nested settings and return a `Change` per differing value; empty if there are none.
 
     A field that one side lacks belongs to another version of kairos and is ignored; the caller adds options that a
-    record lacks with `_add_defaults`. If components have different names, the names are the only change, because their
-    options differ. `field` is the dotted name of these settings, empty for all sections; it begins the names of fields.
+    record lacks, see `ExpectedSettings._add_defaults`. If components have different names, the names are the only
+    change, because their options differ. `field` is the dotted name of these settings, empty for all sections; it
+    begins the names of fields.
     """
     if now == before:
         return []
@@ -367,21 +381,16 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
     return changes
 
 
-def _add_defaults(recorded: Any, component: ComponentOptions | LibraryComponent) -> Any:
-    """Return the recorded options of a component, with the defaults of options that they lack.
+def _list_defaults(kind: Registry | type[ComponentOptions], name: str) -> Record:
+    """Return the default options of a component; those with the default None depend on other settings and are left out.
 
-    Such options are newer than the record. Options with the default None are not added. A recorded value that is not a
-    dictionary, or has another name than the component, is returned unchanged.
+    `kind` is the registry of a component of the library, and the class of the options of any other component.
     """
-    if not isinstance(recorded, dict) or recorded.get("name") != component.name:
-        return recorded
-    if isinstance(component, LibraryComponent):
-        defaults = LibraryComponent.select(component.registry, {"name": component.name}).plain()
+    if isinstance(kind, Registry):
+        defaults = LibraryComponent.select(kind, {"name": name}).plain()
     else:
-        defaults = type(component)(name=component.name).plain()
-    # None stands for a value that depends on other settings
-    known_defaults = {name: value for name, value in defaults.items() if value is not None}
-    return known_defaults | recorded
+        defaults = kind(name=name).plain()
+    return {option: value for option, value in defaults.items() if value is not None}
 
 
 def _select_fields(record: Record, fields: dict[str, str]) -> Record:

@@ -60,9 +60,14 @@ class Outline:
         """Record of the reference statistics; empty if it is missing or damaged."""
         return glance(self.results / "reference" / "reference.json")
 
+    @cached_property
+    def _run_folders(self) -> dict[tuple[str, int], Path]:
+        """Folder of each training run; cached, because several folders of each run are read."""
+        return {(method, seed): self.results / method / f"seed{seed}" for method, seed in self.trainings}
+
     def run_folder(self, method: str, seed: int) -> Path:
-        """Return the folder of a training run."""
-        return self.results / method / f"seed{seed}"
+        """Return the folder of one of the training runs."""
+        return self._run_folders[method, seed]
 
 
 def load_outline(path: Path) -> Outline:
