@@ -12,7 +12,6 @@ results/study_<round>_<setting>/, for `kairos check` and `snakemake --configfile
 """
 
 import argparse
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -44,14 +43,9 @@ def write_experiment(name: str, setting: str, methods: dict[str, Any], seeds: It
 
 
 def run_experiment(path: Path, cores: str) -> int:
-    """Run an experiment through the pipeline; a repeated call resumes it. Returns Snakemake's exit status.
-
-    Raises:
-        SystemExit: Snakemake is not on the PATH.
-    """
-    if shutil.which("snakemake") is None:
-        raise SystemExit('snakemake is not on PATH; run: export PATH="$PWD/.venv/bin:$PATH"')
-    return subprocess.run(["snakemake", "--cores", cores, "--keep-going", "--configfile", str(path)]).returncode
+    """Run an experiment through the pipeline; a repeated call resumes it. Returns Snakemake's exit status."""
+    snakemake = [sys.executable, "-m", "snakemake"]
+    return subprocess.run([*snakemake, "--cores", cores, "--keep-going", "--configfile", str(path)]).returncode
 
 
 def write_round(which: str, settings: list[str], methods: list[str] | None) -> list[Path]:

@@ -259,6 +259,17 @@ def test_the_whole_pipeline_runs(computed):
 
 
 @pytest.mark.long
+def test_snakemake_called_by_its_path_finds_kairos(computed, monkeypatch):
+    monkeypatch.setitem(computed.environment, "PATH", "/usr/bin:/bin")  # the environment is not active
+    page = computed.folder / "results/tiny/report.html"
+    before = page.stat().st_mtime_ns
+    command = [f"{Path(sys.executable).parent}/snakemake", "--cores", "1", "--configfile", "params.yaml"]
+    result = computed.run(*command, "--forcerun", "report", "--", "results/tiny/report.html")
+    assert result.returncode == 0, result.stderr
+    assert page.stat().st_mtime_ns > before
+
+
+@pytest.mark.long
 def test_deleted_outputs_are_computed_from_step_0(computed):
     for path in (computed.folder / FOLDER).glob("milestones/*/milestone.json"):
         path.unlink()

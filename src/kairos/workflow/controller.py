@@ -65,12 +65,14 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
 
     The controller writes the frozen experiment, sets `FROZEN_VARIABLE` to its path, and logs the notes of the layout.
     Unless it is a dry run, it removes outdated records of an earlier run. A process for single jobs only loads the
-    frozen experiment. An invalid experiment ends the process with one message and status 2.
+    frozen experiment. Both ensure that the rules find the command ``kairos``, see `_complete_search_path`. An invalid
+    experiment ends the process with one message and status 2.
 
     Args:
         workflow: Snakemake's workflow.
         config: Snakemake's merge of all configuration files and values.
     """
+    _complete_search_path()
     with _exit_on_error():
         if FROZEN_VARIABLE in os.environ:  # this process runs single jobs: the controller has set the variable
             return load_frozen_layout()
@@ -81,6 +83,16 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
         for note in layout.notes:
             log(note)
         return layout
+
+
+def _complete_search_path() -> None:
+    """Append the folder of this Python interpreter to PATH if PATH lacks the command ``kairos``, which the rules call.
+
+    It is missing if Snakemake is called as ``.venv/bin/snakemake`` and the environment is not active.
+    """
+    if shutil.which("kairos") is None:
+        environment_folder = str(Path(sys.executable).parent)
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), environment_folder])
 
 
 def _load_experiment(workflow: Any, config: dict[str, Any]) -> Experiment:
