@@ -315,7 +315,7 @@ def test_status_does_not_report_a_restarted_run_as_complete(experiment: Path) ->
     make_shared("autoencoder", "latents")
     folder = f"{RESULTS}/adaptive/seed0"
     options = ("--method", "adaptive", "--seed", 0, "--out", folder, "--latents", f"{RESULTS}/latents")
-    kairos("train", "--config", "tiny.yaml", *options, "--milestones", 0, 1, "--part")
+    kairos("train", "--config", "tiny.yaml", *options, "--milestones", 0, 1, "--milestones-only")
     assert read_json(Path(folder, "training.json"))["steps"] == 2
     progress = list_run_progress(load_outline(Path("tiny.yaml")), [])
     (training,) = [run for run in progress if run.method == "adaptive"]

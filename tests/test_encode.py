@@ -224,57 +224,57 @@ def encode_shard(results, text, batch_size=16, device="cpu", **changes):
     """Encode one shard, such as ``1of2``, into a folder of the results; returns the folder."""
     dataset, codec = open_dataset(results / "dataset"), CodecOnDevice(load_codec(results / "autoencoder"), device)
     options = {"flips": True, "shard": Shard.parse(text), **changes}
-    folder = results / f"part{text}"
+    folder = results / f"shard{text}"
     encode(dataset, codec, folder, batch_size=batch_size, **options)
     return folder
 
 
-def join_shards(results, parts):
+def merge_shards(results, shards):
     """Join folders of shards; returns the manifest."""
     dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
-    return encode(dataset, codec, results / "joined", True, 16, parts=parts)
+    return encode(dataset, codec, results / "merged", True, 16, shard_folders=shards)
 
 
 @pytest.mark.parametrize("count", [2, 3, 9])
-def test_joined_shards_equal_the_bits_of_one_job(results, latents, count):
+def test_merged_shards_equal_the_bits_of_one_job(results, latents, count):
     """There are seven batches, the last one of 4 images, so that two of nine shards are empty."""
-    parts = [encode_shard(results, f"{number}of{count}") for number in range(1, count + 1)]
-    assert join_shards(results, parts[::-1]) == latents.manifest
+    shards = [encode_shard(results, f"{number}of{count}") for number in range(1, count + 1)]
+    assert merge_shards(results, shards[::-1]) == latents.manifest
     for name in latents.manifest["files"]:
-        assert (results / "joined" / name).read_bytes() == (results / "latents" / name).read_bytes()
+        assert (results / "merged" / name).read_bytes() == (results / "latents" / name).read_bytes()
 
 
-def test_shards_of_two_devices_are_not_joined(results):
-    parts = [encode_shard(results, "1of2"), encode_shard(results, "2of2", device="cuda")]
-    with pytest.raises(KairosError, match=r"part2of2.*device.*cuda.*cpu"):
-        join_shards(results, parts)
+def test_shards_of_two_devices_are_not_merged(results):
+    shards = [encode_shard(results, "1of2"), encode_shard(results, "2of2", device="cuda")]
+    with pytest.raises(KairosError, match=r"shard2of2.*device.*cuda.*cpu"):
+        merge_shards(results, shards)
 
 
-def test_shards_of_a_gpu_are_joined_on_a_cpu(results, latents):
-    parts = [encode_shard(results, f"{number}of2", device="cuda") for number in (1, 2)]
-    assert join_shards(results, parts) == latents.manifest
+def test_shards_of_a_gpu_are_merged_on_a_cpu(results, latents):
+    shards = [encode_shard(results, f"{number}of2", device="cuda") for number in (1, 2)]
+    assert merge_shards(results, shards) == latents.manifest
 
 
-def test_a_shard_that_cannot_be_joined_is_reported(results):
+def test_a_shard_that_cannot_be_merged_is_reported(results):
     first, second = (encode_shard(results, text) for text in ("1of2", "2of2"))
-    with pytest.raises(KairosError, match=r"part1of2: holds part 1 of 2, as .*part1of2 does; delete"):
-        join_shards(results, [first, first])
-    with pytest.raises(KairosError, match=r"part1of2: is one of 2 parts, but 1 are given"):
-        join_shards(results, [first])
+    with pytest.raises(KairosError, match=r"shard1of2: holds shard 1 of 2, as .*shard1of2 does; delete"):
+        merge_shards(results, [first, first])
+    with pytest.raises(KairosError, match=r"shard1of2: is one of 2 shards, but 1 are given"):
+        merge_shards(results, [first])
     with open(second / "logvar_flipped.npy", "r+b") as file:
         file.truncate(500)
-    with pytest.raises(KairosError, match=r"part2of2/logvar_flipped\.npy: damaged.*delete this part"):
-        join_shards(results, [first, second])
+    with pytest.raises(KairosError, match=r"shard2of2/logvar_flipped\.npy: damaged.*delete this shard"):
+        merge_shards(results, [first, second])
     (second / "logvar_flipped.npy").unlink()
-    with pytest.raises(KairosError, match=r"part2of2/logvar_flipped\.npy: is missing; delete this part"):
-        join_shards(results, [first, second])
+    with pytest.raises(KairosError, match=r"shard2of2/logvar_flipped\.npy: is missing; delete this shard"):
+        merge_shards(results, [first, second])
     for changes, message in (({"flips": False}, "flips: got False"), ({"batch_size": 8}, "batch_size: got 8")):
         encode_shard(results, "2of2", **changes)
-        with pytest.raises(KairosError, match=f"part2of2: is no part of this job: {message}"):
-            join_shards(results, [first, second])
+        with pytest.raises(KairosError, match=f"shard2of2: is no shard of this job: {message}"):
+            merge_shards(results, [first, second])
     shutil.rmtree(second)
-    with pytest.raises(KairosError, match=r"part2of2: does not exist; make it with: kairos encode --shard"):
-        join_shards(results, [first, second])
+    with pytest.raises(KairosError, match=r"shard2of2: does not exist; make it with: kairos encode --shard"):
+        merge_shards(results, [first, second])
     with pytest.raises(KairosError, match="kind none"):
         encode(open_dataset(results / "dataset"), load_codec(results / "none"), results / "p", True, 16, Shard(1, 2))
 
@@ -345,15 +345,15 @@ def test_shards_in_float16_equal_one_job_and_do_not_mix_with_float32(results):
     whole = encode_half(results, "half")
     for number in (1, 2):
         encode_half(results, f"half{number}", shard=Shard(number, 2))
-    joined = encode_half(results, "joined", parts=[results / "half1", results / "half2"])
-    assert joined["files"] == whole["files"] and joined["content_sha256"] == whole["content_sha256"]
+    merged = encode_half(results, "merged", shard_folders=[results / "half1", results / "half2"])
+    assert merged["files"] == whole["files"] and merged["content_sha256"] == whole["content_sha256"]
     dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
     with pytest.raises(KairosError, match="half1"):
-        encode(dataset, codec, results / "mixed", True, 16, parts=[results / "half1", results / "half2"])
+        encode(dataset, codec, results / "mixed", True, 16, shard_folders=[results / "half1", results / "half2"])
     for number in (1, 2):
         encode(dataset, codec, results / f"full{number}", True, 16, shard=Shard(number, 2))
     with pytest.raises(KairosError, match="full1"):
-        encode_half(results, "mixed", parts=[results / "full1", results / "full2"])
+        encode_half(results, "mixed", shard_folders=[results / "full1", results / "full2"])
 
 
 def test_latents_beyond_the_range_of_float16_are_rejected(results):

@@ -93,9 +93,9 @@ def test_sampling_and_evaluation_share_a_job_and_every_job_has_memory_and_time(j
 def test_each_shard_is_a_job_and_the_job_that_joins_images_evaluates_them(jobs):
     sharded = jobs["sharded"]
     assert sorted(rules for rules, _ in sharded if "sample" in rules) == [["evaluate", "sample"]] * 2
-    assert [rules for rules, _ in sharded if "sample_parts" in rules] == [["sample_parts"]] * 6
-    assert [rules for rules, _ in sharded if "encode_parts" in rules] == [["encode_parts"]] * 3
-    expected = {"autoencoder", "encode_parts", "reference", "train", "sample", "sample_parts", "evaluate"}
+    assert [rules for rules, _ in sharded if "sample_shards" in rules] == [["sample_shards"]] * 6
+    assert [rules for rules, _ in sharded if "encode_shards" in rules] == [["encode_shards"]] * 3
+    expected = {"autoencoder", "encode_shards", "reference", "train", "sample", "sample_shards", "evaluate"}
     assert gpu_rules(sharded) == expected
 
 

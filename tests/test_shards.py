@@ -78,47 +78,47 @@ def sample_shards(milestones: Path, folder: Path, count: int, *options) -> list[
     return paths
 
 
-def join(milestones: Path, out: Path, parts: list[Path], *options) -> int:
-    return run_sample(milestones, out, *(word for path in parts for word in ("--part", path)), *options)
+def merge(milestones: Path, out: Path, shards: list[Path], *options) -> int:
+    return run_sample(milestones, out, *(word for path in shards for word in ("--merge", path)), *options)
 
 
 @pytest.mark.parametrize("labels", ["balanced", "data"])
 @pytest.mark.parametrize("count", [2, 3])
-def test_joined_shards_are_the_bytes_of_one_job(milestones, tmp_path, count, labels):
+def test_merged_shards_are_the_bytes_of_one_job(milestones, tmp_path, count, labels):
     options = ("--labels", labels)
     assert run_sample(milestones, tmp_path / "whole.npz", "--grid", tmp_path / "whole.png", *options) == 0
-    parts = sample_shards(milestones, tmp_path, count, *options)
-    assert sum(len(open_samples(path).images) for path in parts) == NUM
-    assert join(milestones, tmp_path / "joined.npz", parts[::-1], "--grid", tmp_path / "joined.png", *options) == 0
+    shards = sample_shards(milestones, tmp_path, count, *options)
+    assert sum(len(open_samples(path).images) for path in shards) == NUM
+    assert merge(milestones, tmp_path / "merged.npz", shards[::-1], "--grid", tmp_path / "merged.png", *options) == 0
     for suffix in (".npz", ".png"):
-        assert (tmp_path / f"joined{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+        assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
 
 
-def test_several_milestones_are_joined_in_one_call(milestones, tmp_path):
+def test_several_milestones_are_merged_in_one_call(milestones, tmp_path):
     both = [word for step in (0, 2) for word in ("--milestone", milestones / f"{step:07d}")]
     for number in (1, 2):
         outs = [word for step in (0, 2) for word in ("--out", tmp_path / f"{step}.{number}.npz")]
         assert kairos("sample", *both, *outs, "--num", NUM, "--shard", f"{number}of2") == 0
-    parts = [word for step in (0, 2) for n in (1, 2) for word in ("--part", tmp_path / f"{step}.{n}.npz")]
+    shards = [word for step in (0, 2) for n in (1, 2) for word in ("--merge", tmp_path / f"{step}.{n}.npz")]
     outs = [word for step in (0, 2) for word in ("--out", tmp_path / f"{step}.npz")]
-    assert kairos("sample", *both, *outs, "--num", NUM, *parts) == 0
+    assert kairos("sample", *both, *outs, "--num", NUM, *shards) == 0
     for step in (0, 2):
         assert run_sample(milestones, tmp_path / "whole.npz", step=step) == 0
         assert (tmp_path / f"{step}.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
-    assert kairos("sample", *both, *outs, "--num", NUM, *parts[:-2]) == 2
+    assert kairos("sample", *both, *outs, "--num", NUM, *shards[:-2]) == 2
 
 
-def replace_part(path: Path, how: str, milestones: Path, parts: list[Path]) -> None:
-    """Replace the file of a part by one that cannot be joined."""
+def replace_shard(path: Path, how: str, milestones: Path, shards: list[Path]) -> None:
+    """Replace the file of a shard by one that cannot be merged."""
     path.unlink()
     if how == "truncated":
-        path.write_bytes(parts[0].read_bytes()[:3000])
+        path.write_bytes(shards[0].read_bytes()[:3000])
     elif how == "flipped":
-        content = bytearray(parts[1].read_bytes())
+        content = bytearray(shards[1].read_bytes())
         content[2000] ^= 1
         path.write_bytes(content)
     elif how == "twice":
-        shutil.copy(parts[0], path)
+        shutil.copy(shards[0], path)
     elif how == "whole":
         assert run_sample(milestones, path) == 0
     elif how != "missing":
@@ -134,24 +134,24 @@ def replace_part(path: Path, how: str, milestones: Path, parts: list[Path]) -> N
         ("missing", "no such file"),
         ("truncated", "cannot be read"),
         ("flipped", "Bad CRC-32"),
-        ("twice", "holds part 1 of 2, as .*1of2.npz does"),
+        ("twice", "holds shard 1 of 2, as .*1of2.npz does"),
         ("whole", "shard: got None, allowed"),
         ("seed", "seed: got 7, allowed: 0"),
         ("batch size", "shard: got .*'batch_size': 50"),
         ("sampling", "steps: got 2, allowed: 3"),
         ("milestone", "step: got 0, allowed: 2"),
         ("number of images", "num: got 200, allowed: 150"),
-        ("other number", "is one of 3 parts, but 2 are given"),
+        ("other number", "is one of 3 shards, but 2 are given"),
     ],
 )
-def test_a_part_that_cannot_be_joined_is_reported(milestones, tmp_path, capsys, how, message):
-    parts = sample_shards(milestones, tmp_path, 2)
-    replace_part(parts[1], how, milestones, [parts[0], shutil.copy(parts[1], tmp_path / "copy.npz")])
+def test_a_shard_that_cannot_be_merged_is_reported(milestones, tmp_path, capsys, how, message):
+    shards = sample_shards(milestones, tmp_path, 2)
+    replace_shard(shards[1], how, milestones, [shards[0], shutil.copy(shards[1], tmp_path / "copy.npz")])
     capsys.readouterr()
-    assert join(milestones, tmp_path / "joined.npz", parts) == 1
+    assert merge(milestones, tmp_path / "merged.npz", shards) == 1
     error = capsys.readouterr().err
-    assert re.search(rf"2of2\.npz: .*{message}.*(delete this part|give all of them)", error, re.S), error
-    assert not (tmp_path / "joined.npz").exists() and not list(tmp_path.glob(".tmp-*"))
+    assert re.search(rf"2of2\.npz: .*{message}.*(delete this shard|give all of them)", error, re.S), error
+    assert not (tmp_path / "merged.npz").exists() and not list(tmp_path.glob(".tmp-*"))
 
 
 @pytest.mark.parametrize("text", ["0of2", "3of2", "1/2", "of", "2"])
@@ -170,8 +170,8 @@ def test_more_shards_than_batches_are_rejected(milestones, tmp_path, capsys):
 @pytest.mark.parametrize(("count", "size", "of"), [(150, 32, 2), (150, 32, 3), (150, 32, 5), (64, 32, 5), (7, 100, 3)])
 def test_shards_consist_of_whole_batches_and_cover_all_images(count, size, of):
     rows = [Shard(number, of).rows(count, size) for number in range(1, of + 1)]
-    assert [index for part in rows for index in part] == list(range(count))
-    assert all(part.start % size == 0 for part in rows if part)
+    assert [index for shard in rows for index in shard] == list(range(count))
+    assert all(shard.start % size == 0 for shard in rows if shard)
 
 
 # Conditions
@@ -282,18 +282,18 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path):
     model = {"name": "dit", "patch": 64, "width": 16, "depth": 1, "heads": 1, "conditions": []}
     milestones = train_milestones(tmp_path, model=model, dataset={"color": "rgb", "resolution": 128, "limit": 100})
     call = ("sample", "--milestone", milestones / "0000000", "--steps", 1, "--batch-size", 32)
-    parts = ("--part", tmp_path / "1.npz", "--part", tmp_path / "2.npz")
-    few, many, _, _, joined = peaks = peak_memories([
+    shards = ("--merge", tmp_path / "1.npz", "--merge", tmp_path / "2.npz")
+    few, many, _, _, merged = peaks = peak_memories([
         (*call, "--num", 500, "--out", tmp_path / "few.npz"),
         (*call, "--num", 2500, "--out", tmp_path / "many.npz"),
         (*call, "--num", 2500, "--shard", "1of2", "--out", tmp_path / "1.npz"),
         (*call, "--num", 2500, "--shard", "2of2", "--out", tmp_path / "2.npz"),
-        (*call, "--num", 2500, *parts, "--out", tmp_path / "joined.npz"),
+        (*call, "--num", 2500, *shards, "--out", tmp_path / "merged.npz"),
     ])  # fmt: skip
     print([f"{peak / 2**20:.0f} MiB" for peak in peaks])
     assert many == pytest.approx(few, rel=0.1)
-    assert joined < 1.1 * few
-    assert (tmp_path / "joined.npz").read_bytes() == (tmp_path / "many.npz").read_bytes()
+    assert merged < 1.1 * few
+    assert (tmp_path / "merged.npz").read_bytes() == (tmp_path / "many.npz").read_bytes()
 
 
 # The workflow
@@ -308,16 +308,16 @@ def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
         sampling={"shards": 2, "batch_size": 32}, autoencoder={"kind": "train", "shards": 3}, seeds=[0, 1]
     )
     jobs = sharded.count_jobs()
-    assert {name: jobs[name] for name in ("encode", "encode_parts", "sample", "sample_parts", "evaluate")} == {
-        "encode": 1, "encode_parts": 3, "sample": 2, "sample_parts": 4, "evaluate": 2,
+    assert {name: jobs[name] for name in ("encode", "encode_shards", "sample", "sample_shards", "evaluate")} == {
+        "encode": 1, "encode_shards": 3, "sample": 2, "sample_shards": 4, "evaluate": 2,
     }  # fmt: skip
-    assert select_jobs(sharded, "encode", None, None)[0] == ["encode", "encode_parts"]
-    assert select_jobs(sharded, "sample", "uniform", 0)[0] == ["sample", "sample_parts"]
+    assert select_jobs(sharded, "encode", None, None)[0] == ["encode", "encode_shards"]
+    assert select_jobs(sharded, "sample", "uniform", 0)[0] == ["sample", "sample_shards"]
     assert select_jobs(sharded, "train", "uniform", 0)[0] == ["train"]
     with pytest.raises(ConfigError, match="ledger run: got stage 'text', allowed: prepare, autoencoder, encode"):
         select_jobs(sharded, "text", None, None)
     pixels = create_layout(autoencoder={"shards": 3})
-    assert "encode_parts" not in pixels.count_jobs() and "sample_parts" not in pixels.count_jobs()
+    assert "encode_shards" not in pixels.count_jobs() and "sample_shards" not in pixels.count_jobs()
     one = create_layout(autoencoder={"kind": "train"}, sampling={"batch_size": 32}, seeds=[0, 1])
     for stage in ("autoencoder", "encode", "sample"):  # another number of shards reruns no complete stage
         method = "uniform" if stage == "sample" else None
@@ -343,16 +343,15 @@ def test_a_pipeline_in_shards_gives_the_same_files(tmp_path_factory):
     for folder in results.glob("*/seed*/samples"):
         shutil.rmtree(folder)
     to_do = copy.to_do(config="params.yaml")
-    assert to_do["encode_parts"] == 2 and to_do["encode"] == 1
-    assert to_do["sample_parts_1"] == to_do["sample_parts_2"] == 2
+    assert to_do["encode_shards"] == 2 and to_do["encode"] == 1
+    assert to_do["sample_shards_1"] == to_do["sample_shards_2"] == 2
     output = ""
     for stage in ("encode", "sample --method adaptive --seed 0"):  # the commands of DVC's stages
         result = copy.run("kairos", "ledger", "run", *stage.split())
         output += result.stdout + result.stderr
         assert result.returncode == 0, output
-    assert output.count("shard 2 of 2") == 1, "of the latents"
-    assert output.count("part 2 of 2") == 6, "twice for each of three snapshots"
+    assert output.count("shard 2 of 2") == 7, "once for the latents, and twice for each of three snapshots"
     assert hashes() == before and len(before) > 12
     assert copy.to_do(config="params.yaml") == {"report": 1, "track": 1}
-    assert not list(results.glob("**/.parts/**/*.np?"))
-    assert read_json(results / "timing/.parts/encode.1of2.json")["stage"] == "encode"
+    assert not list(results.glob("**/.shards/**/*.np?"))
+    assert read_json(results / "timing/.shards/encode.1of2.json")["stage"] == "encode"

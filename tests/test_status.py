@@ -167,7 +167,7 @@ def test_a_job_in_the_queue_takes_precedence_over_the_progress_file() -> None:
 
 
 def test_jobs_in_the_queue_are_counted_by_stage() -> None:
-    rules = ["sample_1_wildcards_p2_0", "sample_parts_wildcards_p2_0_1of2", "encode_parts_wildcards_1of2", "encode"]
+    rules = ["sample_1_wildcards_p2_0", "sample_shards_wildcards_p2_0_1of2", "encode_shards_wildcards_1of2", "encode"]
     rules += [f"measure_gradient_variance_wildcards_p2_{seed}_0000100" for seed in (0, 1)]
     rules += ["measure_agreement_wildcards_p2_0_0000100", "analyse_gradient_variance", "trainings_1_0"]
     jobs = [slurm._parse_job(RESULTS, f"{number}|PENDING|N/A|N/A|rule_{rule}") for number, rule in enumerate(rules)]

@@ -109,13 +109,13 @@ def test_latents_of_different_factors_differ(encoded, tmp_path):
 
 def test_joined_shards_equal_the_whole(encoded, tmp_path):
     dataset, codec = open_dataset(encoded / "dataset"), load_codec(encoded / "latents-ae")
-    parts = [tmp_path / f"part{k}" for k in (1, 2)]
-    for k, part in enumerate(parts, 1):
-        encode(dataset, codec, part, True, 4, Shard(k, 2), factor=4)
-    joined = encode(dataset, codec, tmp_path / "joined", True, 4, parts=parts, factor=4)
-    assert joined["files"] == read_json(encoded / "latents" / "manifest.json")["files"]
+    shards = [tmp_path / f"shard{k}" for k in (1, 2)]
+    for k, shard in enumerate(shards, 1):
+        encode(dataset, codec, shard, True, 4, Shard(k, 2), factor=4)
+    merged = encode(dataset, codec, tmp_path / "merged", True, 4, shard_folders=shards, factor=4)
+    assert merged["files"] == read_json(encoded / "latents" / "manifest.json")["files"]
     with pytest.raises(KairosError):
-        encode(dataset, codec, tmp_path / "other", True, 4, parts=parts, factor=2)
+        encode(dataset, codec, tmp_path / "other", True, 4, shard_folders=shards, factor=2)
 
 
 @pytest.mark.parametrize("space", ["pixels", "latents"])

@@ -444,12 +444,12 @@ def test_the_pipeline_leads_from_captioned_images_to_a_clip_score(
     texts = [text.decode() for text in samples.conditions["text"][:].tolist()]
     heldout = captions_of(dataset, dataset.heldout)
     assert texts == [*(captions[0] for captions in heldout), *(captions[1] for captions in heldout[:5])]
-    parts = [Path(f"part{number}.npz") for number in (1, 2)]
-    for number, part in enumerate(parts, 1):
-        run("sample", "--milestone", milestone, "--out", part, "--num", 30, "--seed", 1, "--shard", f"{number}of2")
-    joined = [argument for part in parts for argument in ("--part", part)]
-    run("sample", "--milestone", milestone, "--out", "joined.npz", "--num", 30, "--seed", 1, *joined)
-    assert Path("joined.npz").read_bytes() == whole_file.read_bytes()
+    shards = [Path(f"shard{number}.npz") for number in (1, 2)]
+    for number, shard in enumerate(shards, 1):
+        run("sample", "--milestone", milestone, "--out", shard, "--num", 30, "--seed", 1, "--shard", f"{number}of2")
+    merged = [argument for shard in shards for argument in ("--merge", shard)]
+    run("sample", "--milestone", milestone, "--out", "merged.npz", "--num", 30, "--seed", 1, *merged)
+    assert Path("merged.npz").read_bytes() == whole_file.read_bytes()
 
     folders = [argument for name in ("autoencoder", "latents") for argument in (f"--{name}", results / name)]
     data = ("--config", "e.yaml", "--dataset", results / "dataset")

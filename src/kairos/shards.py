@@ -12,7 +12,7 @@ from typing import Any
 from kairos_timesteps.errors import ConfigError, KairosError
 
 # end of messages about a shard that cannot be used: what the user can do
-AGAIN = "delete this part and run again: the workflow computes it again; by hand, use --shard"
+AGAIN = "delete this shard and run again: the workflow computes it again; by hand, use --shard"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Shard:
         """
         match = re.fullmatch(r"(\d+)of(\d+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
-            raise ConfigError(f"--shard: got {text!r}, allowed: KofN, part K of N, such as 1of4")
+            raise ConfigError(f"--shard: got {text!r}, allowed: KofN, shard K of N, such as 1of4")
         return cls(number=int(match[1]), of=int(match[2]))
 
     def rows(self, count: int, batch_size: int) -> range:
@@ -71,14 +71,14 @@ class Shard:
 
 
 def in_order(
-    parts: list[tuple[Path, dict[str, Any]]], identity: dict[str, Any], count: int, batch_size: int
+    shards: list[tuple[Path, dict[str, Any]]], identity: dict[str, Any], count: int, batch_size: int
 ) -> list[int]:
-    """Return the positions in `parts` of all shards of a job, in the order of their images, after checking the shards.
+    """Return the positions in `shards` of all shards of a job, in the order of their images, after checking the shards.
 
-    Without parts the result is empty.
+    Without shards the result is empty.
 
     Args:
-        parts: path and record of each shard, in any order. The record must contain the fields of `identity`, and
+        shards: path and record of each shard, in any order. The record must contain the fields of `identity`, and
             ``shard`` as `Shard.record` returns it. Other fields are not compared.
         identity: settings that determine the result of the job.
         count: number of images of the job.
@@ -88,21 +88,21 @@ def in_order(
         KairosError: a shard belongs to another job, occurs twice or is missing. The message contains the path of the
             shard, or of a present one if a shard is missing.
     """
-    # A missing shard needs no check: N parts, all of `of` = N and with different numbers, are all shards.
+    # A missing shard needs no check: N shards, all of `of` = N and with different numbers, are all shards.
     position_by_number: dict[int, int] = {}
-    for position, (path, record) in enumerate(parts):
+    for position, (path, record) in enumerate(shards):
         shard = record.get("shard") or {}  # empty for the result of a whole job, which the comparison below rejects
         number = shard.get("number", 0)
-        if "of" in shard and shard["of"] != len(parts):
-            raise KairosError(f"{path}: is one of {shard['of']} parts, but {len(parts)} are given; give all of them")
-        expected = {**identity, "shard": Shard(number, len(parts)).record(count, batch_size)}
+        if "of" in shard and shard["of"] != len(shards):
+            raise KairosError(f"{path}: is one of {shard['of']} shards, but {len(shards)} are given; give all of them")
+        expected = {**identity, "shard": Shard(number, len(shards)).record(count, batch_size)}
         for name, value in expected.items():
             if record.get(name) != value:
                 raise KairosError(
-                    f"{path}: is no part of this job: {name}: got {record.get(name)!r}, allowed: {value!r}; {AGAIN}"
+                    f"{path}: is no shard of this job: {name}: got {record.get(name)!r}, allowed: {value!r}; {AGAIN}"
                 )
         if number in position_by_number:
-            other_path, _ = parts[position_by_number[number]]
-            raise KairosError(f"{path}: holds part {number} of {len(parts)}, as {other_path} does; {AGAIN}")
+            other_path, _ = shards[position_by_number[number]]
+            raise KairosError(f"{path}: holds shard {number} of {len(shards)}, as {other_path} does; {AGAIN}")
         position_by_number[number] = position
     return [position_by_number[number] for number in sorted(position_by_number)]

@@ -49,7 +49,7 @@ class Job:
         state: SLURM's state of the job, such as RUNNING.
         reason: SLURM's reason for the state.
         begun: Unix time of the last start, in whole seconds; None for a pending job, and if SLURM reports no time.
-        stage: stage of the job's Snakemake rule, such as ``sample`` for the rules sample_1 and sample_parts. For a
+        stage: stage of the job's Snakemake rule, such as ``sample`` for the rules sample_1 and sample_shards. For a
             group of rules it is the first word of the group's name, ``images`` or ``trainings``.
         trainings: training runs that the job works on.
     """
@@ -162,11 +162,11 @@ def _parse_job(results: Path, line: str) -> Job:
 
 
 def _find_stage(comment: str) -> str:
-    """Return the stage in a job's comment, without the numbers of segments and without ``_parts``, the rule of shards.
+    """Return the stage in a job's comment, without the numbers of segments and without ``_shards``, a rule's suffix.
 
     For ``measure_NAME`` and ``analyse_NAME``, the rules of an analysis, the rule is the stage. Examples:
 
-    * ``rule_sample_parts_wildcards_speed_0_1of2``: ``sample``.
+    * ``rule_sample_shards_wildcards_speed_0_1of2``: ``sample``.
     * ``rule_measure_agreement_wildcards_speed_0_0000100``: ``measure_agreement``.
     * ``rule_images_speed_seed0_1``, a group of jobs: ``images``.
     """

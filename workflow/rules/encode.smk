@@ -1,5 +1,5 @@
 # Latent moments of every image; in pixel space only a record that points to the data set. With autoencoder.shards the
-# rule encode_parts computes each shard in one job, and the rule encode joins the shards.
+# rule encode_shards computes each shard in one job, and the rule encode merges the shards.
 
 
 for name in layout.stage_rules("encode"):
@@ -13,10 +13,10 @@ for name in layout.stage_rules("encode"):
             **{stage: f"{RESULTS}/{stage}/manifest.json" for stage in layout.text_stages},
             dataset=f"{RESULTS}/dataset/manifest.json",
             autoencoder=f"{RESULTS}/autoencoder/manifest.json",
-            parts=[f"{RESULTS}/.parts/latents.{shard}" for shard in layout.shards("encode") if not is_shard_rule],
+            shards=[f"{RESULTS}/.shards/latents.{shard}" for shard in layout.shards("encode") if not is_shard_rule],
         output:
             record=(
-                temp(directory(f"{RESULTS}/.parts/latents.{{shard}}"))
+                temp(directory(f"{RESULTS}/.shards/latents.{{shard}}"))
                 if is_shard_rule
                 else f"{RESULTS}/latents/manifest.json"
             ),

@@ -1,8 +1,8 @@
 # Images from all snapshots of a segment of a training run, and a picture of a grid of images for each snapshot. On a
-# cluster this is one job together with the evaluation. With sampling.shards the rule sample_parts computes each shard in
-# one job, and the rule sample joins the shards.
+# cluster this is one job together with the evaluation. With sampling.shards the rule sample_shards computes each shard in
+# one job, and the rule sample merges the shards.
 
-PARTS = f"{TRAINING}/.parts/batch{layout.experiment.sampling.batch_size}"  # shards consist of whole batches
+SHARDS = f"{TRAINING}/.shards/batch{layout.experiment.sampling.batch_size}"  # shards consist of whole batches
 
 
 for segment in layout.segments:
@@ -17,15 +17,15 @@ for segment in layout.segments:
                 milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots],
                 autoencoder=f"{RESULTS}/autoencoder/manifest.json",
                 latents=f"{RESULTS}/latents/manifest.json",
-                parts=[
-                    f"{PARTS}/{step}.{shard}.npz"
+                shards=[
+                    f"{SHARDS}/{step}.{shard}.npz"
                     for step in segment.snapshots
                     for shard in layout.shards("sample")
                     if not is_shard_rule
                 ],
             output:
                 images=[
-                    temp(f"{PARTS}/{step}.{{shard}}.npz") if is_shard_rule else f"{TRAINING}/samples/{step}.npz"
+                    temp(f"{SHARDS}/{step}.{{shard}}.npz") if is_shard_rule else f"{TRAINING}/samples/{step}.npz"
                     for step in segment.snapshots
                 ],
                 grids=report(
@@ -35,7 +35,7 @@ for segment in layout.segments:
                     labels={"method": "{method}", "seed": "{seed}"},
                 ),
                 sums=(
-                    temp(f"{PARTS}/{segment.number}.{{shard}}.txt")
+                    temp(f"{SHARDS}/{segment.number}.{{shard}}.txt")
                     if is_shard_rule
                     else layout.checksum_file("sample", "{method}", "{seed}", segment)
                 ),

@@ -36,27 +36,27 @@ def encode(
     flips: bool,
     batch_size: int,
     shard: Shard | None = None,
-    parts: Sequence[Path] = (),
+    shard_folders: Sequence[Path] = (),
     factor: int | None = None,
     text: Path | None = None,
     dtype: str = "float32",
 ) -> dict[str, Any]:
     """Encode the images of a data set as latent moments, write the folder and return its manifest.
 
-    With `shard`, only a slice of the images is encoded, and a later call with `parts` joins the shards. Without an
-    autoencoder no array is written, since training reads the pixels of the data set. An earlier result in `out` is
-    deleted first; an earlier shard is replaced at the end. An interrupted call resumes, except that joining starts
-    over.
+    With `shard`, only a slice of the images is encoded, and a later call with `shard_folders` merges the shards.
+    Without an autoencoder no array is written, since training reads the pixels of the data set. An earlier result in
+    `out` is deleted first; an earlier shard is replaced at the end. An interrupted call resumes, except that merging
+    starts over.
 
     Args:
         dataset: the prepared data set.
         codec: the autoencoder.
         out: the folder to write.
         flips: encode horizontally flipped images too.
-        batch_size: images per encoding step; with `parts`, the number that the shards were encoded with.
+        batch_size: images per encoding step; with `shard_folders`, the number that the shards were encoded with.
         shard: the shard of the images to encode, without captions; None: all images.
-        parts: folders of all shards, which are joined instead of encoding images; empty: encode. Ignored with `shard`,
-            and without an autoencoder.
+        shard_folders: folders of all shards, which are merged instead of encoding images; empty: encode. Ignored with
+            `shard`, and without an autoencoder.
         factor: downsampling factor of condition ``low_resolution``; None: no such condition.
         text: folder of stage text, whose states are a condition of the training runs; None: no captions. Ignored with
             a shard.
@@ -89,8 +89,8 @@ def encode(
     all_rows = range(len(dataset.images))
     if codec.manifest["kind"] == "none":
         files: dict[str, str] = {}  # training reads the pixels of the data set
-    elif parts:
-        files = _join_shards(parts, identity, partial, all_rows)
+    elif shard_folders:
+        files = _merge_shards(shard_folders, identity, partial, all_rows)
     else:
         files = _encode_moments(dataset, codec, partial, identity, all_rows)
 
@@ -205,13 +205,13 @@ def _encode_shard(
     return manifest
 
 
-def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows: range) -> dict[str, str]:
+def _merge_shards(folders: Sequence[Path], identity: dict[str, Any], partial: Path, rows: range) -> dict[str, str]:
     """Concatenate the arrays of all shards into a private folder, and return the hash of each file by name.
 
     The files of the shards are first compared with their hashes.
 
     Args:
-        parts: folders of the shards, at least one, in any order.
+        folders: folders of the shards, at least one, in any order.
         identity: settings that the shards must have been encoded with. Device and version of torch may differ from
             these, but must be equal for all shards.
         partial: the private folder; it is deleted first.
@@ -221,27 +221,27 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
         KairosError: a shard is missing, or belongs to another job.
         DamagedError: a file of a shard is missing or has changed.
     """
-    records = [open_record(part, "encode --shard KofN") for part in parts]
+    records = [open_record(folder, "encode --shard KofN") for folder in folders]
     batch_size = identity["batch_size"]
 
-    # Check the shards. Joining computes nothing, so this process may have another device or version of torch than they:
+    # Check the shards. Merging computes nothing, so this process may have another device or version of torch than they:
     # the expected values are those of the first shard.
     shard_identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
     shard_identity["dtype"] = identity.get("dtype")  # None for float32, which is absent from the records of shards
-    ordered_positions = in_order(list(zip(parts, records)), shard_identity, len(rows), batch_size)
-    for part, record in zip(parts, records):
-        check_files(part, record["files"], AGAIN)
+    ordered_positions = in_order(list(zip(folders, records)), shard_identity, len(rows), batch_size)
+    for folder, record in zip(folders, records):
+        check_files(folder, record["files"], AGAIN)
 
     # open the arrays of the shards, in the order of their images
     arrays = {}  # shape of a row, and data type, by name
     batches = {}  # iterator over the rows of all shards by name
     for file in records[0]["files"]:
-        shard_arrays = [ArrayFile(parts[position] / file) for position in ordered_positions]
+        shard_arrays = [ArrayFile(folders[position] / file) for position in ordered_positions]
         name = Path(file).stem
         row_shape = shard_arrays[0].shape[1:]
         arrays[name] = (row_shape, shard_arrays[0].dtype)
         batches[name] = iterate_blocks(shard_arrays, batch_size)
-    shutil.rmtree(partial, ignore_errors=True)  # joining cannot resume: `batches` start at the first image
+    shutil.rmtree(partial, ignore_errors=True)  # merging cannot resume: `batches` start at the first image
 
     # `fill_arrays` requests the batches in order, and each shard except the last ends at the end of a batch. The next
     # blocks of the iterators are therefore the rows `indices`.
@@ -249,7 +249,7 @@ def _join_shards(parts: Sequence[Path], identity: dict[str, Any], partial: Path,
         return {name: next(blocks) for name, blocks in batches.items()}
 
     return fill_arrays(
-        partial, shard_identity, arrays, rows, batch_size, compute=read_batch, label="join", unit="image"
+        partial, shard_identity, arrays, rows, batch_size, compute=read_batch, label="merge", unit="image"
     )
 
 

@@ -117,9 +117,9 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
 
 
 def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
-    """Declare ``--shard KofN``, one shard of a job's images, and ``--part``, the shards that a job merges.
+    """Declare ``--shard KofN``, one shard of a job's images, and ``--merge``, the shards that a job merges.
 
-    The two options exclude each other. Without them, `shard` is None and `part` an empty list.
+    The two options exclude each other. Without them, `shard` is None and `merge` an empty list.
 
     Args:
         metavar: placeholder of a shard's path in the help.
@@ -127,7 +127,7 @@ def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--shard", type=Shard.parse, metavar="KofN", help="compute shard K of N: whole batches")
     merge_help = "merge this shard, written with --shard, into --out (repeatable)"
-    group.add_argument("--part", type=Path, action="append", default=[], metavar=metavar, help=merge_help)
+    group.add_argument("--merge", type=Path, action="append", default=[], metavar=metavar, help=merge_help)
 
 
 def load_experiment_at(path: Path) -> tuple["Experiment", Path]:

@@ -85,8 +85,8 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
     The device is the CPU if no network is computed, because the workflow then requests no GPU: for `autoencoder` and
     `encode` in pixel space, and if `encode` merges shards. Otherwise it is the device of the experiment.
     """
-    # `--part`, an option of `encode` alone, lists the files of shards to merge
-    merges_shards = arguments.command == "encode" and bool(arguments.part)
+    # `--merge`, an option of `encode` alone, lists the files of shards to merge
+    merges_shards = arguments.command == "encode" and bool(arguments.merge)
     stays_in_pixels = arguments.command != "text" and experiment.autoencoder.kind == "none"
     computes_no_network = merges_shards or stays_in_pixels
     return set_up_device(experiment, "cpu" if computes_no_network else None)
@@ -188,7 +188,7 @@ def _encode_images(
         flips=experiment.dataset.flips,
         batch_size=experiment.autoencoder.encode_batch_size,
         shard=arguments.shard,
-        parts=arguments.part,
+        shard_folders=arguments.merge,
         factor=experiment.dataset.low_resolution,
         text=text_folder,
         dtype=experiment.autoencoder.dtype,

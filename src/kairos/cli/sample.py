@@ -67,8 +67,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Generate images from the snapshots in ``--milestone``, and write them to the npz files in ``--out``.
 
-    With ``--shard``, each npz file contains one shard of the images. With ``--part``, no images are generated: the npz
-    files in ``--part`` are shards, which are merged into ``--out``. Their list is divided evenly, and its beginning
+    With ``--shard``, each npz file contains one shard of the images. With ``--merge``, no images are generated: the npz
+    files in ``--merge`` are shards, which are merged into ``--out``. Their list is divided evenly, and its beginning
     belongs to the first ``--out``. With ``--grid``, the first images are written as PNG too. Files read: snapshots, and
     the autoencoder and latents that they were trained on.
 
@@ -77,13 +77,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: options that are repeated together have different numbers of values. It is also raised if the
-            number of ``--part`` is not a multiple of the number of ``--out``, or a setting does not fit a snapshot.
+            number of ``--merge`` is not a multiple of the number of ``--out``, or a setting does not fit a snapshot.
         KairosError: a file is missing or damaged; the npz files of earlier snapshots remain.
     """
     outputs = pair_options(arguments, "milestone", "out", "grid")
-    shard_files = arguments.part
+    shard_files = arguments.merge
     shards_per_output, remainder = divmod(len(shard_files), len(outputs))
-    demand(remainder == 0, "part", len(shard_files), f"an equal number for each of {len(outputs)} --out")
+    demand(remainder == 0, "merge", len(shard_files), f"an equal number for each of {len(outputs)} --out")
 
     from kairos.sampling import sample  # imports torch, after the checks of the arguments
 

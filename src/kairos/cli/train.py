@@ -26,7 +26,11 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("--restart", action="store_true", help="delete the checkpoint and start from step 0")
     versions = "resume a checkpoint of other versions of torch or diffusers; pipeline jobs never do"
     add("--accept-versions", action="store_true", help=versions)
-    add("--part", action="store_true", help="write only the snapshots, since a later job resumes the training run")
+    add(
+        "--milestones-only",
+        action="store_true",
+        help="write only the snapshots, since a later job resumes the training run",
+    )
     add("--wait", action="store_true", help="wait for another process that trains in this folder")
     add_timing(parser)
 
@@ -35,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Train one method with one seed, or resume its training run, and write the snapshots to ``--out``.
 
     Files read: the experiment file and the latents. Files written to ``--out``: snapshots, the state to resume from,
-    and without ``--part`` also checkpoint, metrics and record of the run. A complete run computes no step.
+    and without ``--milestones-only`` also checkpoint, metrics and record of the run. A complete run computes no step.
 
     A request to stop ends training after the current step, with a checkpoint, and its reason is logged. Requests are
     SIGTERM, SIGUSR1, Ctrl-C and the approaching end of a SLURM job. A second Ctrl-C ends the process at once.
@@ -134,7 +138,7 @@ def _train_in_this_process(
             local_latents,
             milestones,
             restart=arguments.restart,
-            milestones_only=arguments.part,
+            milestones_only=arguments.milestones_only,
             wait=arguments.wait,
             stop_request=stop_request,
             accept_versions=arguments.accept_versions,

@@ -16,8 +16,12 @@ from kairos_timesteps.errors import demand
 from kairos_timesteps.registry import split
 
 MOST_METHODS = 1000  # limit for an experiment
-# registry and name of the default component, by part of a method
-PARTS = {"sampler": (SAMPLERS, "uniform"), "weighting": (WEIGHTINGS, "none"), "coupling": (COUPLINGS, "independent")}
+# registry and name of the default component, by kind of component in a method
+COMPONENTS = {
+    "sampler": (SAMPLERS, "uniform"),
+    "weighting": (WEIGHTINGS, "none"),
+    "coupling": (COUPLINGS, "independent"),
+}
 _GRID_FORM = "lists of different numbers, texts, true, false or null: {sampler.k: [1, 2, 5], ...}"
 
 
@@ -96,7 +100,7 @@ def _grid_methods(name: str, method: dict[str, Any], grid: dict[str, list[Any]])
     labels = _option_labels(list(grid))
     # components, whose keys have no dot, before their options: `sampler: speed` would delete the value of sampler.k
     keys_in_order = sorted(grid, key=lambda key: "." in key)
-    without_grid = {part: value for part, value in method.items() if part != "grid"}
+    without_grid = {key: value for key, value in method.items() if key != "grid"}
     for values in product(*grid.values()):
         value_of_key = dict(zip(grid, values))
         member = without_grid
@@ -107,16 +111,16 @@ def _grid_methods(name: str, method: dict[str, Any], grid: dict[str, list[Any]])
 
 
 def _option_labels(keys: list[str]) -> list[str]:
-    """Return the label of each key in names of methods: its part after the last dot, or the whole key.
+    """Return the label of each key in names of methods: its text after the last dot, or the whole key.
 
-    The whole key is the label if another key has the same last part, or if it has no dot. Example: the labels of
+    The whole key is the label if another key ends alike, or if it has no dot. Example: the labels of
     ``["sampler.k", "weighting"]`` are ``["k", "weighting"]``.
     """
-    last_parts = [key.rpartition(".")[2] for key in keys]
+    endings = [key.rpartition(".")[2] for key in keys]
     labels = []
-    for key, last_part in zip(keys, last_parts):
-        is_unique = last_parts.count(last_part) == 1
-        labels.append(last_part if is_unique else key)
+    for key, ending in zip(keys, endings):
+        is_unique = endings.count(ending) == 1
+        labels.append(ending if is_unique else key)
     return labels
 
 
@@ -134,18 +138,18 @@ def _replace(method: dict[str, Any], key: str, value: Any, where: str) -> dict[s
         ConfigError: the key is not allowed; or the method's component does not exist, does not have the option, or does
             not allow the value.
     """
-    part, _, option = key.partition(".")
-    demand(part in PARTS, where, key, "sampler, weighting, coupling or one of their options, such as sampler.k")
+    kind, _, option = key.partition(".")
+    demand(kind in COMPONENTS, where, key, "sampler, weighting, coupling or one of their options, such as sampler.k")
     if not option:
-        return {**method, part: value}
-    registry, default_name = PARTS[part]
-    component = method.get(part, default_name)
+        return {**method, kind: value}
+    registry, default_name = COMPONENTS[kind]
+    component = method.get(kind, default_name)
     if not isinstance(component, dict):
         component = {"name": component}  # the short form, sampler: speed
     component = {"name": "", **component, option: value}  # "": an error reports a component without a name
     component_name, options = split(component)
-    registry.parse(component_name, options, where=f"{where}: {part} {component_name}")
-    return {**method, part: component}
+    registry.parse(component_name, options, where=f"{where}: {kind} {component_name}")
+    return {**method, kind: component}
 
 
 def _value_text(value: Any) -> str:

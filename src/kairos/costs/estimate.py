@@ -257,8 +257,8 @@ def _count_jobs(layout: Layout) -> list[StageJobs]:
 
     # GPUs of a job, by stage; stages that are not listed use none
     gpus_of_latents = gpus if experiment.autoencoder.kind != "none" else 0
-    gpus_of_stage = dict.fromkeys(("text", "sample", "sample_parts", "reference"), gpus)
-    gpus_of_stage |= dict.fromkeys(("autoencoder", "encode_parts"), gpus_of_latents)
+    gpus_of_stage = dict.fromkeys(("text", "sample", "sample_shards", "reference"), gpus)
+    gpus_of_stage |= dict.fromkeys(("autoencoder", "encode_shards"), gpus_of_latents)
     gpus_of_stage["encode"] = 0 if layout.shards("encode") else gpus_of_latents  # merging shards needs no GPU
     gpus_of_stage["train"] = gpus * training.processes
     gpus_of_stage |= {stage: gpus for stage in job_counts if stage.startswith("measure_")}

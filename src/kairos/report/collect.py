@@ -646,11 +646,11 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
     """
     # examples of file names:
     #   timing/prepare.json                            stage that all methods share
-    #   timing/.parts/encode.2of4.json                 shard of such a stage
+    #   timing/.shards/encode.2of4.json                 shard of such a stage
     #   timing/train/uniform_seed1/3.json              segment 3 of a run
-    #   timing/.parts/sample/uniform_seed1/3.2of4.json shard of that segment
+    #   timing/.shards/sample/uniform_seed1/3.2of4.json shard of that segment
     run_names = {f"{method}_seed{seed}" for method in experiment.methods for seed in experiment.seeds}
-    shards_folder = "timing/.parts"
+    shards_folder = "timing/.shards"
     shared_paths = sorted(folder.glob("timing/*.json"))
     encode_paths = sorted(folder.glob(f"{shards_folder}/encode.*of{experiment.autoencoder.shards}.json"))
     run_paths = [

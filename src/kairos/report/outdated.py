@@ -17,7 +17,7 @@ import numpy as np
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.components import ComponentOptions
 from kairos.config import Experiment
-from kairos.config.sweeps import PARTS
+from kairos.config.sweeps import COMPONENTS
 from kairos.files import RecordReader, glance
 from kairos.library_components import LibraryComponent
 from kairos.sampling.settings import GUIDANCE, resolve_solver
@@ -241,7 +241,7 @@ class ExpectedSettings:
         `plain` lacks the default coupling.
         """
         strategy = self.experiment.methods[method]
-        return {part: getattr(strategy, part).plain() for part in PARTS}
+        return {kind: getattr(strategy, kind).plain() for kind in COMPONENTS}
 
     @cached_property
     def _sampling_settings(self) -> Record:
@@ -274,9 +274,9 @@ class ExpectedSettings:
         """
         recorded = dict(record["config"])  # copies: records share their settings
         recorded_method = dict(recorded["methods"].get(record["method"], {}))
-        for part, (_, default) in PARTS.items():
-            component = getattr(self.experiment.methods[method], part)
-            recorded_method[part] = self._add_defaults(recorded_method.get(part, {"name": default}), component)
+        for kind, (_, default) in COMPONENTS.items():
+            component = getattr(self.experiment.methods[method], kind)
+            recorded_method[kind] = self._add_defaults(recorded_method.get(kind, {"name": default}), component)
         recorded["methods"] = {method: recorded_method}
         recorded["model"] = self._add_defaults(recorded["model"], self.experiment.model)
         default_dtype = AutoencoderConfig.model_fields["dtype"].default  # plain values lack it

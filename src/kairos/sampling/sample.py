@@ -23,7 +23,7 @@ from kairos.sampling.generate import (
     iterate_batches,
     make_noise_source,
 )
-from kairos.sampling.samples_file import Batches, join_parts, open_samples, write_samples
+from kairos.sampling.samples_file import Batches, merge_shards, open_samples, write_samples
 from kairos.sampling.settings import GUIDANCE, SamplingConfig, resolve_solver
 from kairos.sampling.time_grids import build_time_grid
 from kairos.section import check
@@ -39,13 +39,13 @@ class SamplingJob:
         milestone: folder of the snapshot.
         out: npz file to write.
         grid: PNG picture of the first images to write; None: no picture.
-        parts: files of all shards, which are joined; empty: the images are generated.
+        shard_files: files of all shards, which are merged; empty: the images are generated.
     """
 
     milestone: Path
     out: Path
     grid: Path | None = None
-    parts: tuple[Path, ...] = ()
+    shard_files: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -191,17 +191,17 @@ class _SnapshotSampler:
 def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
     """Write the images of one snapshot or of a shard, and log their number and file.
 
-    The images are generated and decoded, or joined if the job lists the files of all shards. The sampling protocol and
+    The images are generated and decoded, or merged if the job lists the files of all shards. The sampling protocol and
     the conditions, except for images as conditions, are stored with them. If `job.grid` is set, the first images are
-    written as a picture; their number is option `grid`. The caller ensures that a job with `parts` has no shard.
+    written as a picture; their number is option `grid`. The caller ensures that a job with `shard_files` has no shard.
 
     Raises:
         ConfigError: a setting does not fit the snapshot, or there are more shards than batches.
         KairosError: the snapshot, the autoencoder, the latents or a shard is missing or damaged.
     """
     sampler, protocol = _prepare_sampler(job, request)
-    if job.parts:
-        images = join_parts(job.parts, protocol, request.num, sampler.options.batch_size)
+    if job.shard_files:
+        images = merge_shards(job.shard_files, protocol, request.num, sampler.options.batch_size)
     else:
         images = sampler.generate()
     stored_conditions: dict[str, Batches] = {}
@@ -239,11 +239,11 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
     if shard is not None:
         rows = shard.rows(request.num, options.batch_size)
         protocol["shard"] = shard.record(request.num, options.batch_size)
-        label += f" part {shard.number} of {shard.of}"
+        label += f" shard {shard.number} of {shard.of}"
         if not rows:
             batches = math.ceil(request.num / options.batch_size)
             raise ConfigError(
-                f"{label}: got {shard.of} parts, allowed: at most {batches}, the number of batches of "
+                f"{label}: got {shard.of} shards, allowed: at most {batches}, the number of batches of "
                 f"{options.batch_size} images"
             )
     sampler = _SnapshotSampler(

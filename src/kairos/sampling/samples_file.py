@@ -121,7 +121,7 @@ def open_samples(path: Path) -> SamplesFile:
     return SamplesFile(images, protocol, conditions)
 
 
-def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[ImageBatch]:
+def merge_shards(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[ImageBatch]:
     """Return the images of all shards of a job in their order, in batches; every file is checked before the return.
 
     Marks the end of start-up, see `resource_usage.end_startup`. The batches are read only when the result is iterated.

@@ -387,8 +387,8 @@ def succeeded(workflow: Any, layout: Layout) -> None:
     if workflow.touch:  # nothing was computed
         return
     # shards are left over if the controller that would have deleted them was killed;
-    # the input `parts` of a job that merges shards contains their files or folders
-    shard_paths = {path for job in workflow.dag.jobs for path in job.input.get("parts", ())}
+    # the input `shards` of a job that merges shards contains their files or folders
+    shard_paths = {path for job in workflow.dag.jobs for path in job.input.get("shards", ())}
     for path in shard_paths:
         if os.path.isdir(path):
             shutil.rmtree(path)

@@ -213,8 +213,8 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
         targets = ["report", "track"] if layout.experiment.tracking.enabled else ["report"]
         return [*analysis_rules, *targets], targets
     rules = layout.stage_rules(stage)
-    # rule encode joins the shards of rule encode_parts, which has wildcards and is therefore not a target
-    return rules, [rule for rule in rules if not rule.endswith("_parts")]
+    # rule encode merges the shards of rule encode_shards, which has wildcards and is therefore not a target
+    return rules, [rule for rule in rules if not rule.endswith("_shards")]
 
 
 def record() -> None:

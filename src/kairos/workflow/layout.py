@@ -19,7 +19,7 @@ from kairos.workflow import dependencies
 from kairos.workflow.rules import gpus_per_job
 
 FROZEN_VARIABLE = "KAIROS_EXPERIMENT"  # environment variable with the path of the controller's frozen experiment
-_SHARDS_FOLDER = ".parts"  # for the outputs and timing files of jobs that compute a shard
+_SHARDS_FOLDER = ".shards"  # for the outputs and timing files of jobs that compute a shard
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Segment:
         """Names of the segment's snapshots in folders and files, such as ``0000400``."""
         return name_snapshots(self.steps)
 
-    def part_option(self, wildcards: Any, output: Any) -> str:
-        """Return the option of ``kairos train``: ``--part`` if another segment follows, else an empty text.
+    def unfinished_option(self, wildcards: Any, output: Any) -> str:
+        """Return the option of ``kairos train``: ``--milestones-only`` if another segment follows, else an empty text.
 
         The arguments are unused: Snakemake does not record the result of a function that takes `output`.
         """
-        return "" if self.is_last else "--part"
+        return "" if self.is_last else "--milestones-only"
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ class Layout:
         return [f"{number}of{count}" for number in range(1, count + 1)]
 
     def stage_rules(self, stage: str) -> list[str]:
-        """Return a stage's rule names without suffixes of segments: STAGE and, if it is split, ``STAGE_parts``."""
-        # rule STAGE_parts computes the shards, and rule STAGE then joins them
-        return [stage, f"{stage}_parts"] if self.shards(stage) else [stage]
+        """Return a stage's rule names without suffixes of segments: STAGE and, if it is split, ``STAGE_shards``."""
+        # rule STAGE_shards computes the shards, and rule STAGE then merges them
+        return [stage, f"{stage}_shards"] if self.shards(stage) else [stage]
 
     def sampling_group(self, segment: Segment) -> str:
         """Return the group, with Snakemake wildcards, in which a scheduler samples and evaluates a segment as one job.
@@ -177,7 +177,7 @@ class Layout:
         """Return the number of jobs of each rule by its name without a suffix; segments of a rule are added up.
 
         The order is: shared stages, stages of training runs, ``measure_NAME`` and then ``analyse_NAME`` of the
-        analyses, ``report``, and ``track`` if tracking is enabled. A rule ``STAGE_parts``, which computes shards,
+        analyses, ``report``, and ``track`` if tracking is enabled. A rule ``STAGE_shards``, which computes shards,
         follows its stage. Rules without jobs, and rule ``all``, are left out.
         """
         training_job_count = len(self.trainings) * len(self.segments)
@@ -187,7 +187,7 @@ class Layout:
             counts[stage] = count
             shard_count = len(self.shards(stage))  # per training run and segment
             if shard_count > 0:
-                counts[f"{stage}_parts"] = count * shard_count
+                counts[f"{stage}_shards"] = count * shard_count
         for name in self.analyses:
             measurement_count = len(self.measurement_files(name))
             if measurement_count > 0:
@@ -292,8 +292,8 @@ class Layout:
             rule: name of the rule, without the suffix of a segment.
             segment: segment of the rule's jobs; None: its stage is not split into segments.
         """
-        stage = rule.removesuffix("_parts")
-        is_shard_rule = rule != stage  # rule STAGE_parts computes the shards of a stage
+        stage = rule.removesuffix("_shards")
+        is_shard_rule = rule != stage  # rule STAGE_shards computes the shards of a stage
         timing_name = stage
         if stage.startswith("measure_"):
             timing_name += ".{method}.seed{seed}.{step}"

@@ -71,7 +71,7 @@ def repeat_option(option: str, paths: PathsFunction) -> TextFunction:
     """Return a ``params:`` function that returns ``OPTION PATH`` for each of a job's paths, as one text; may be empty.
 
     Args:
-        option: the option, with its hyphens, such as ``--part``.
+        option: the option, with its hyphens, such as ``--merge``.
         paths: function that lists the paths, such as a result of `paths_of`.
     """
 
@@ -82,13 +82,13 @@ def repeat_option(option: str, paths: PathsFunction) -> TextFunction:
 
 
 def shard_options(wildcards: Any, input: Any, output: Any) -> str:
-    """Return ``--shard K`` for a job that computes a shard, else ``--part PATH`` for each shard that the job joins.
+    """Return ``--shard K`` for a job that computes a shard, else ``--merge PATH`` for each shard that the job merges.
 
     The text is empty for a job that does neither. ``K`` is the shard's name, such as ``1of2``.
     """
     if "shard" in wildcards.keys():  # noqa: SIM118  (Snakemake's wildcards are not a dictionary)
         return f"--shard {wildcards.shard}"
-    return repeat_option("--part", paths_of("parts"))(wildcards, input, output)
+    return repeat_option("--merge", paths_of("shards"))(wildcards, input, output)
 
 
 def scaled_by_attempt(amount: int) -> Callable[..., int]:

@@ -330,13 +330,13 @@ def build_process_with_warnings(component: LibraryComponent, prediction: str | N
 
 
 def parse_settings(settings: list[str], names: dict[str, str], set_option: str) -> dict[str, dict[str, Any]]:
-    """Return the values of options by part and option, from settings such as ``sampler.k=5``: part sampler, option k.
+    """Return the values of options by kind of component and option, from settings such as ``sampler.k=5``.
 
-    Every part of `names` is in the result, with an empty dictionary if no option of it is set. Values are parsed but
-    not checked. The part may be omitted, as in ``k=5``, if only one of the parts has the option.
+    Every kind in `names` is in the result, with an empty dictionary if no option of its component is set. Values are
+    parsed but not checked. The kind may be omitted, as in ``k=5``, if only one of the components has the option.
 
     Args:
-        names: names of the components, by part: ``sampler``, ``weighting`` and ``process``.
+        names: names of the components, by kind: ``sampler``, ``weighting`` and ``process``.
         set_option: ``set`` or ``compare-set``, for error messages.
 
     Raises:
@@ -344,9 +344,9 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
             an unknown option, the message lists the options that exist.
     """
     registries = {"sampler": SAMPLERS, "weighting": WEIGHTINGS, "process": PROCESSES}
-    defaults = {part: default_values(registries[part].entry(name).component) for part, name in names.items()}
-    full_names = [f"{part}.{option}" for part in names for option in defaults[part]]  # such as sampler.k
-    values: dict[str, dict[str, Any]] = {part: {} for part in names}
+    defaults = {kind: default_values(registries[kind].entry(name).component) for kind, name in names.items()}
+    full_names = [f"{kind}.{option}" for kind in names for option in defaults[kind]]  # such as sampler.k
+    values: dict[str, dict[str, Any]] = {kind: {} for kind in names}
     for setting in settings:
         key, equals, text = map(str.strip, setting.partition("="))
         demand(equals, set_option, repr(setting), "OPTION=VALUE, such as sampler.k=5")
@@ -359,10 +359,10 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
             raise ConfigError(f"--{set_option} {key}: the option is ambiguous; allowed: {' or '.join(matches)}")
         if not matches:
             raise unknown_key(key, full_names, f"--{set_option}")
-        part, _, option = matches[0].partition(".")
-        if option in values[part]:
+        kind, _, option = matches[0].partition(".")
+        if option in values[kind]:
             raise ConfigError(f"--{set_option} {matches[0]}: set twice, allowed: once")
-        values[part][option] = parse_scalar(text, set_option, setting)
+        values[kind][option] = parse_scalar(text, set_option, setting)
     return values
 
 
