@@ -1,6 +1,6 @@
 """Estimators of the benefit of each timestep for `credit.py`, and the frozen training run that they are measured on.
 
-Every estimator is measured on new batches from the same weights and optimiser state, so measurements are independent
+Every estimator is measured on new batches from the same weights and optimizer state, so measurements are independent
 repetitions of one experiment. Each measurement gives two estimates of one vector, from separate halves of its data.
 """
 
@@ -54,12 +54,12 @@ class Estimator:
 
 
 class FrozenRun:
-    """A training run at a fixed step: every measured optimiser step starts from its weights and is undone.
+    """A training run at a fixed step: every measured optimizer step starts from its weights and is undone.
 
     Attributes:
         size: number of images in a batch.
         first: number of the first step of measurements, which decides batches and random numbers.
-        saved: states of network and optimiser at the beginning.
+        saved: states of network and optimizer at the beginning.
         fixed: images, conditions, fractions and noise of the fixed set.
         before: targets at the beginning, see `target`.
     """
@@ -76,7 +76,7 @@ class FrozenRun:
         self.before = self.target()
 
     def restore(self) -> None:
-        """Restore the weights and the optimiser state that were saved at the beginning."""
+        """Restore the weights and the optimizer state that were saved at the beginning."""
         self.network.load_state_dict(self.saved[0])
         self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
 
@@ -136,7 +136,7 @@ class FrozenRun:
         return np.array([losses.double().mean().item(), bound.mean().item()])
 
     def reduction(self, number: int, fractions: Tensor) -> Array:
-        """Return how far an optimiser step lowers the two targets, (2,); the step is then undone.
+        """Return how far an optimizer step lowers the two targets, (2,); the step is then undone.
 
         The step is on the batch of measurement `number` at some fractions.
         """
@@ -147,7 +147,7 @@ class FrozenRun:
         return reduction
 
     def observation(self, x0: Tensor, conditions: dict[str, Tensor], number: int) -> Observation:
-        """Return the `Observation` of a batch that a sampler receives before an optimiser step."""
+        """Return the `Observation` of a batch that a sampler receives before an optimizer step."""
         coordinates = RandomCoordinates(self.first, number)
         meter = Meter(self.process, self.network, x0, coordinates, conditions, self.weighting, self.optimizer)
         fractions = torch.zeros(len(x0), dtype=torch.float64)

@@ -22,10 +22,10 @@ FEATURES = {  # name: timesteps (None: all), images, which of the independent dr
 
 
 def feature_vectors(run: FrozenRun, count: int) -> dict[str, tuple[Array, Array]]:
-    """Measure every feature vector in `FEATURES` around `count` optimiser steps, each of which is undone.
+    """Measure every feature vector in `FEATURES` around `count` optimizer steps, each of which is undone.
 
     Returns its timesteps (n,) and how far each step lowers the c_t-weighted losses at them, (count, n), by name. All
-    vectors are measured around the same optimiser steps, on batches with uniform timesteps. Images and noise differ
+    vectors are measured around the same optimizer steps, on batches with uniform timesteps. Images and noise differ
     between vectors.
     """
     total = run.schedule.timesteps

@@ -3,7 +3,7 @@
     python benchmarks/launches.py --out benchmarks/results/launches.csv
 
 No GPU is needed: the CUDA device is simulated (tests/fake_cuda.py), which counts the operations of torch on it. Views
-count as no kernel. An operation on lists of tensors, such as the optimiser's, counts as the kernels that torch starts
+count as no kernel. An operation on lists of tensors, such as the optimizer's, counts as the kernels that torch starts
 for lists of that length. Every other operation counts as one kernel. That holds for the elementwise operations of
 kairos. The network's convolutions and backward passes start more, so that the share is an upper bound. A kernel of
 Triton counts as one.

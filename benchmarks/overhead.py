@@ -33,7 +33,7 @@ PERIOD = 40
 
 
 class Case:
-    """A training run with one strategy: its own network and optimiser, and random data that all cases share."""
+    """A training run with one strategy: its own network and optimizer, and random data that all cases share."""
 
     def __init__(self, name: str, config: dict, shape: tuple[int, int, int], batch: int, device: torch.device):
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ class Case:
     def step(self) -> float:
         """Run a training step, and return the seconds of the strategy's draw, loss and observe.
 
-        The time of the optimiser, which runs inside `observe`, is not included.
+        The time of the optimizer, which runs inside `observe`, is not included.
         """
         strategy, x0 = self.strategy, self.x0
         begun = time.perf_counter()

@@ -44,7 +44,7 @@ def shrink_experiment(experiment: Experiment, data: Path, encoder: str, steps: i
         data: folder of small data sets and of an autoencoder: ``cifar10``, ``fashion_mnist``, ``coco_mini``, ``taesd``.
             Without ``cifar10`` and ``fashion_mnist``, the small form uses the embedded digits.
         encoder: folder of a text encoder.
-        steps: optimiser steps of the methods, the autoencoder and the extractor.
+        steps: optimizer steps of the methods, the autoencoder and the extractor.
 
     Raises:
         ConfigError: the number of steps is not allowed, or the folder lacks the images that the experiment needs.
@@ -120,7 +120,7 @@ def _small_data(plain: dict[str, Any], data: Path, encoder: str, steps: int) -> 
         plain: the experiment as plain values.
         data: folder of small data sets and of an autoencoder.
         encoder: folder of a text encoder.
-        steps: optimiser steps of an autoencoder that is trained.
+        steps: optimizer steps of an autoencoder that is trained.
 
     Raises:
         ConfigError: the folder does not contain the images that the experiment needs.

@@ -78,7 +78,7 @@ class Kairos:
 
 
 class Bare:
-    """Smallest training loop with the network, optimiser, clipping and average of a training run."""
+    """Smallest training loop with the network, optimizer, clipping and average of a training run."""
 
     def __init__(self, training: TrainingState, fused: bool | None):
         self.network, self.batch_size = training.model, training.settings.batch_size

@@ -210,7 +210,7 @@ def test_training_on_one_part_does_not_change_independent_parts(trained):
 
 
 @pytest.mark.long
-def test_agreement_uses_the_optimiser_state_of_the_last_snapshot(trained):
+def test_agreement_uses_the_optimizer_state_of_the_last_snapshot(trained):
     folder, plain = trained
     last = folder / "uniform/seed0/milestones/0000040"
     earlier = last.parent / "0000020"

@@ -87,7 +87,7 @@ def alone(folder) -> Path:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Assert that weights, average, optimiser, metrics and strategy of two runs agree."""
+    """Assert that weights, average, optimizer, metrics and strategy of two runs agree."""
     states = [checkpoint.read(out / "checkpoint.pt") for out in (one, other)]
     differences = {name: difference(*(state[name] for state in states)) for name in checkpoint.COMPONENTS}
     lines = [[json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()] for out in (one, other)]

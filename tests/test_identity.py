@@ -74,7 +74,7 @@ def declare_elsewhere(base):
         (AVERAGES, AverageOptions, "ema"),
     ],
 )
-def test_optimisers_schedules_and_averages_belong_to_the_code(components, base, field, monkeypatch):
+def test_optimizers_schedules_and_averages_belong_to_the_code(components, base, field, monkeypatch):
     monkeypatch.setitem(components, "elsewhere", declare_elsewhere(base))
     plain = experiment()
     plain["training"][field] = {"name": "elsewhere"}

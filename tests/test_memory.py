@@ -50,7 +50,7 @@ def test_the_error_reports_the_largest_microbatch_that_fits(
 
 @pytest.mark.long
 def test_memory_outside_of_the_forward_passes_is_reported_separately(latents, tmp_path, monkeypatch):
-    """If the optimiser or the sampler runs out of memory, smaller passes do not help."""
+    """If the optimizer or the sampler runs out of memory, smaller passes do not help."""
     monkeypatch.setattr(optimizers.Adam, "step", lambda self: (_ for _ in ()).throw(torch.OutOfMemoryError("")))
     with pytest.raises(KairosError, match="a pass of 16 images alone fits"):
         train(experiment(training__milestones=[2]), "uniform", 0, tmp_path / "out", latents, [0, 2])

@@ -188,7 +188,7 @@ def test_the_estimate_equals_files_and_rate_of_a_real_run(tmp_path: Path, monkey
     assert estimate.storage["checkpoints"] == pytest.approx(sum(path.stat().st_size for path in kept), rel=0.02)
     milestones = sum(_measure_size(folder) for state in states for folder in state.glob("*/milestones"))
     assert estimate.storage["milestones"] == pytest.approx(milestones, rel=0.05)
-    lasting = sum(estimate.memory[name] for name in ("weights", "EMA", "optimiser"))
+    lasting = sum(estimate.memory[name] for name in ("weights", "EMA", "optimizer"))
     assert lasting == pytest.approx(kept[0].stat().st_size, rel=0.02)  # of uniform, which has no state
     assert estimate.rate is not None
     assert f"measured in {len(plain['methods'])} training runs" in estimate.rate.source

@@ -305,7 +305,7 @@ def keep_nothing(options, step, batch_size):
     return 0.0
 
 
-def test_a_registered_optimiser_schedule_and_average_are_used(register_component, latents, tmp_path):
+def test_a_registered_optimizer_schedule_and_average_are_used(register_component, latents, tmp_path):
     register_component(OPTIMIZERS, MomentumOptions)
     register_component(SCHEDULES, StopOptions)
     register_component(AVERAGES, LatestOptions)

@@ -9,14 +9,14 @@ The models are the CIFAR-10 U-Net on 3x32x32, and DiT-S/2, B/2 and XL/2 (with cl
 - ``every step logged``: ``kairos`` with a logged line every step.
 - ``deterministic``: ``kairos`` with deterministic algorithms only, the default of an experiment. It is left out for a
   compiled model, which would be compiled again.
-- ``bare``: the smallest loop that trains the model with equal optimiser objects. Latents are on the device; torch draws
+- ``bare``: the smallest loop that trains the model with equal optimizer objects. Latents are on the device; torch draws
   noise and timesteps there; gradients are clipped; the average uses foreach. Nothing is logged, weighted or exact.
 
 Columns:
     ms_per_step, ratio, range: milliseconds per step, and the ratio to bare (median and range over rounds).
     images_per_s: images per second.
     share_of_bf16_peak: achieved share of the bf16 peak of a large matrix product in the same process. Operations are
-        those of forward and backward passes by torch.utils.flop_counter, without the optimiser.
+        those of forward and backward passes by torch.utils.flop_counter, without the optimizer.
     idle: share of some steps' time without a running kernel, by torch.profiler.
     host: share of a block's time in which the host issued work; 1 if the device waits for the host.
     waits: number and location of the synchronisations of a step that logs nothing.

@@ -13,7 +13,7 @@ import torch.distributed.device_mesh
 from torch import distributed
 
 RANKS = 4
-# modules that every rank needs; torch's optimisers import torch._dynamo
+# modules that every rank needs; torch's optimizers import torch._dynamo
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "kairos_timesteps.strategy", "small_loop"]
 
 

@@ -25,7 +25,7 @@ class TinyNetwork(nn.Module):
 
 
 class SmallLoop:
-    """Strategy, network and Adam; `step` is one optimiser step over one or several micro-batches.
+    """Strategy, network and Adam; `step` is one optimizer step over one or several micro-batches.
 
     Args:
         specification: options of the strategy.
@@ -43,7 +43,7 @@ class SmallLoop:
         self.context = context_of(specification, Call(), BATCH).arguments
 
     def step(self) -> list[Tensor]:
-        """Take one optimiser step; returns times, fractions and weights of its draws."""
+        """Take one optimizer step; returns times, fractions and weights of its draws."""
         draws = []
         count = BATCH // self.micro_batches
         for number in range(self.micro_batches):

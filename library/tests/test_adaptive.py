@@ -34,7 +34,7 @@ def test_selection_excludes_timesteps_that_correlate_negatively_with_the_target(
 
 
 class Bandit:
-    """Model whose loss at t decreases by a known amount at each optimiser step that has trained on t."""
+    """Model whose loss at t decreases by a known amount at each optimizer step that has trained on t."""
 
     def __init__(self, sampler, better, batch=64, shape=(2, 5, 3)):
         self.sampler, self.better, self.after = sampler, better, False

@@ -9,7 +9,7 @@ from kairos_timesteps import Strategy
 from kairos_timesteps.distributed import rank, ranks
 
 NAMES = ("log_normal+min_snr", "speed+change_aware", "uniform")
-GLOBAL_BATCH, MICRO, STEPS = 8, 2, 4  # samples of a micro-batch over all ranks, micro-batches, optimiser steps
+GLOBAL_BATCH, MICRO, STEPS = 8, 2, 4  # samples of a micro-batch over all ranks, micro-batches, optimizer steps
 
 
 class Network(nn.Module):

@@ -254,7 +254,7 @@ def train(strategy, network, optimizer, steps, x0):
 
 
 def build(name, batch=8, prediction="epsilon"):
-    """Return a strategy that learns in its first steps, a network, its optimiser and images."""
+    """Return a strategy that learns in its first steps, a network, its optimizer and images."""
     torch.manual_seed(0)
     network = _Timeless(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.2), nn.Conv2d(4, 2, 1)))
     small_options = {"frequency": 2, "start": 1, "history": 1, "length": 10, "feature_timesteps": 10, "divide": False}

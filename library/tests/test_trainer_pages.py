@@ -32,7 +32,7 @@ def blocks(page: str) -> list[str]:
 
 
 class TrainerVariables:
-    """Network, optimiser, latents and noise, as local variables of a trainer."""
+    """Network, optimizer, latents and noise, as local variables of a trainer."""
 
     def __init__(self, shape: tuple[int, ...] = (4, 8, 8)):
         torch.manual_seed(0)

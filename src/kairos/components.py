@@ -1,4 +1,4 @@
-"""Components that an experiment selects by name, such as a backbone, an optimiser or a metric, with their options.
+"""Components that an experiment selects by name, such as a backbone, an optimizer or a metric, with their options.
 
 The options of a component are a class that derives from `ComponentOptions`, in the module ``settings`` of the package
 that has the component's code. The class declares name, code and options, and `Components.register` adds it to the
@@ -126,7 +126,7 @@ def component(components: Components[Any] | Registry, default: str | None = None
     The value of the field is then the checked options of the component. The annotated type is the base class of
     these options, or `LibraryComponent`:
 
-        optimizer: Annotated[OptimizerOptions, component(OPTIMIZERS, "adam")] = field({}, "optimiser of the model")
+        optimizer: Annotated[OptimizerOptions, component(OPTIMIZERS, "adam")] = field({}, "optimizer of the model")
 
     Args:
         components: the components to select from.

@@ -1,6 +1,6 @@
 # Analyses of the experiment, one table and one figure each. An analysis reads measurements at snapshots, which are one
 # job each, or records of training runs. The measurement at a training run's last snapshot waits for the end of the
-# training run, which writes the optimiser's state.
+# training run, which writes the optimizer's state.
 
 
 for name in layout.analyses:

@@ -288,7 +288,7 @@ class Sampler(Stateful):
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Surround the optimiser step; samplers that learn override it."""
+        """Surround the optimizer step; samplers that learn override it."""
         yield
 
     def cost(self, batch: int, channels: int) -> Cost:
@@ -442,7 +442,7 @@ class Weighting(Stateful):
         return weights * importance * losses
 
     def step(self, observation: Observation) -> None:
-        """Update after the optimiser step; weightings that learn override it."""
+        """Update after the optimizer step; weightings that learn override it."""
 
     def zero_grad(self) -> None:
         """Clear the gradients of a trained weighting, for example after a step that GradScaler skipped."""

@@ -1,4 +1,4 @@
-"""Measurements of a network around one optimiser step: losses and gradients at any timesteps, without side effects."""
+"""Measurements of a network around one optimizer step: losses and gradients at any timesteps, without side effects."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -172,7 +172,7 @@ class Meter:
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def metric(self) -> list[Tensor]:
-        """Return the optimiser's preconditioner per parameter: Adam's 1/(sqrt(v) + eps), or 1 without moments.
+        """Return the optimizer's preconditioner per parameter: Adam's 1/(sqrt(v) + eps), or 1 without moments.
 
         The preconditioner has the parameter's shape, or shape () without moments.
         """

@@ -1,6 +1,6 @@
 """Adam and AdamW of torch, without the import of torch's compiler, which takes 2 s of CPU time and 250 MB of memory.
 
-The methods of torch's optimisers have wrappers for the compiler, which import it at their first call even if nothing is
+The methods of torch's optimizers have wrappers for the compiler, which import it at their first call even if nothing is
 compiled. The classes here call the wrapped functions, so their results equal those of torch's classes to the bit.
 """
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 class _WithoutWrappers:
-    """Methods of torch's optimisers without their wrappers; a base class to list before torch's class."""
+    """Methods of torch's optimizers without their wrappers; a base class to list before torch's class."""
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     zero_grad = inspect.unwrap(Optimizer.zero_grad)

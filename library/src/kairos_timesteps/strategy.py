@@ -322,14 +322,14 @@ class Strategy:
         conditions: dict[str, Tensor] | None = None,
         autocast: AbstractContextManager[Any] | None = None,
     ) -> Iterator[None]:
-        """Surround the optimiser step, so that samplers that learn can measure the network before and after it.
+        """Surround the optimizer step, so that samplers that learn can measure the network before and after it.
 
         The sampler learns from all draws since the last `observe` for which `loss` was called: the micro-batches of the
         step. The weighting learns after the block. The losses of the step are then dropped, and `step` is counted up.
         After an error in the block nothing of this happens.
 
         Args:
-            draw: last draw of this step; or a list of the draws whose gradients the optimiser applies. A list drops
+            draw: last draw of this step; or a list of the draws whose gradients the optimizer applies. A list drops
                 the losses of other draws, such as those of a step that GradScaler skipped.
             network: called as ``network(x_t, t)`` by the process (``network(x_t, t, conditions)`` with conditions);
                 samplers that measure the network need it.

@@ -151,7 +151,7 @@ def test_a_second_fit_continues_the_strategy():
 
 
 @pytest.mark.parametrize("name", [LOSSES, "adaptive"])
-def test_manual_optimisation(name):
+def test_manual_optimization(name):
     by_hand = """loss = self.strategy.loss(errors)
         if self.training:
             self.optimizers().zero_grad()

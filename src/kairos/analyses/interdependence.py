@@ -36,7 +36,7 @@ def measure_interdependence(
     """Train on each part of the process from a snapshot, and measure how the loss on every part changes.
 
     Every training begins with the snapshot's raw weights, and takes `options.steps` steps with its loss and weighting,
-    at a constant learning rate. Times are uniform in the trained part. The optimiser's state is the snapshot's if
+    at a constant learning rate. Times are uniform in the trained part. The optimizer's state is the snapshot's if
     available (at the last one), or else new. Losses are squared errors of the raw network's prediction, with equal
     noise and times before and after the training (Kim et al. 2025, figure 4). They are measured on `options.images`
     held-out images, or on all if there are fewer.
@@ -98,7 +98,7 @@ def _prepare_training(
     """Prepare a training run that continues from a snapshot, with times uniform from cell `start` to before cell `end`.
 
     The run begins at the snapshot's step, with its raw weights. The sampler of its method is replaced, and so are the
-    settings of `_TRAINING_SETTINGS`. The snapshot's network is not changed. The optimiser is new if `optimizer_state`
+    settings of `_TRAINING_SETTINGS`. The snapshot's network is not changed. The optimizer is new if `optimizer_state`
     is None.
     """
     record = snapshot.record

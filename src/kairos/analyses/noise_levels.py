@@ -109,7 +109,7 @@ def measure_agreement(
     """Compute density, loss and moments of the gradient by ranges of ln SNR, a row per loss and level.
 
     The columns are those of `measure_gradient_variance`, with the cosines between the E g of two levels, and
-    ``log_snr``, the centre of the level. Rows of loss ``training`` contain the training loss. If the optimiser's state
+    ``log_snr``, the centre of the level. Rows of loss ``training`` contain the training loss. If the optimizer's state
     is available (at the last snapshot), rows of loss ``preconditioned`` follow. They contain the training loss too,
     with moments in Adam's metric, g' D g with D = 1/(sqrt(v) + eps).
     """
@@ -126,10 +126,10 @@ def measure_agreement(
 
 
 def load_optimizer_state(folder: Path, snapshot: Snapshot, device: torch.device) -> dict[str, Any] | None:
-    """Load the optimiser's state at a snapshot, or return None if it is not available.
+    """Load the optimizer's state at a snapshot, or return None if it is not available.
 
     It is in the run's ``checkpoint.pt``, which belongs to the last step. It is not available if this file is missing,
-    at other steps, if the checkpoint is of another identity, or if the optimiser has taken no step. `folder` is the
+    at other steps, if the checkpoint is of another identity, or if the optimizer has taken no step. `folder` is the
     folder of the snapshot.
 
     Raises:
@@ -141,7 +141,7 @@ def load_optimizer_state(folder: Path, snapshot: Snapshot, device: torch.device)
         return None
     content = checkpoint.read(path, device)
     is_of_snapshot = all(content.get(name) == snapshot.record[name] for name in ("step", "identity"))
-    if not is_of_snapshot or not content["optimizer"]["state"]:  # a new optimiser has an empty state
+    if not is_of_snapshot or not content["optimizer"]["state"]:  # a new optimizer has an empty state
         return None
     optimizer_state: dict[str, Any] = content["optimizer"]
     return optimizer_state

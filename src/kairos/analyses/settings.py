@@ -91,7 +91,7 @@ class InterdependenceOptions(SnapshotOptions):
 
     name: str = "interdependence"
     parts: int = field(5, "equal parts of the process", ge=2, le=100)
-    steps: int = field(100, "optimiser steps on each part, all from the snapshot's weights", ge=1)
+    steps: int = field(100, "optimizer steps on each part, all from the snapshot's weights", ge=1)
 
 
 @ANALYSES.register

@@ -24,7 +24,7 @@ class AutoencoderConfig(Section):
     latent_channels: int = field(4, "train: channels of the latents", ge=1, le=64)
     channels: list[int] = field([32, 64], "train: width per level; each further level halves", min_length=1)
     layers: int = field(1, "train: residual blocks per level", ge=1, le=4)
-    steps: int = field(1000, "train: optimiser steps", ge=1)
+    steps: int = field(1000, "train: optimizer steps", ge=1)
     batch_size: int = field(64, "train: images per step", ge=1)
     learning_rate: float = field(1e-3, "train: peak learning rate, cosine decay", gt=0)
     kl_weight: float = field(1e-4, "train: weight of the KL term per dimension", ge=0)

@@ -86,7 +86,7 @@ def train(
     Raises:
         ConfigError: the sides of the images cannot be halved at every level except the last.
     """
-    # model and optimiser, with their state in the checkpoint if it is of this training run
+    # model and optimizer, with their state in the checkpoint if it is of this training run
     model = build_model(config, dataset.shape).to(device).train()
     optimizer = Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
     settings = {
@@ -156,7 +156,7 @@ def _learning_rate(config: AutoencoderConfig, step: int) -> float:
 
 
 def _save_checkpoint(state: Path, identity: str, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Write the states of model and optimiser, and the number of finished steps, to file `state`, atomically.
+    """Write the states of model and optimizer, and the number of finished steps, to file `state`, atomically.
 
     The file also contains the identity, which `_resume` compares.
     """
@@ -168,9 +168,9 @@ def _save_checkpoint(state: Path, identity: str, step: int, model: Any, optimize
 
 
 def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optimizer) -> int:
-    """Load model and optimiser from the checkpoint if its identity is equal, and return its number of finished steps.
+    """Load model and optimizer from the checkpoint if its identity is equal, and return its number of finished steps.
 
-    If the checkpoint is missing or damaged, or has another identity, the result is 0, and model and optimiser are
+    If the checkpoint is missing or damaged, or has another identity, the result is 0, and model and optimizer are
     unchanged. A damaged checkpoint and a resumed training run are logged. The file itself is not changed.
     """
     if not state.is_file():

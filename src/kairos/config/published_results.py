@@ -42,7 +42,7 @@ class PublishedConfig(Section):
     metric: str = field(..., "metric, by its name in lists of published results")
     column: str = field("fid", "column of summary.csv with the same metric; fid: the Fréchet distance")
     scale: float = field(1.0, "factor that converts a published number to the unit of the column", gt=0)
-    steps: list[int] = field(..., "optimiser steps of the numbers in a row", min_length=1)
+    steps: list[int] = field(..., "optimizer steps of the numbers in a row", min_length=1)
     printed: list[int | str] | None = field(None, "the steps as the paper prints them, if different")
     rows: dict[str, list[float | None]] = field(..., "numbers by row of the table, one per step; null: no number")
     methods: dict[str, str] = field({}, "methods that reproduce rows with another name")

@@ -184,7 +184,7 @@ def estimate_cost(
 
     # Adam reads weights, gradients and two moments and writes all but the gradients: 7 values per parameter.
     # The gradient norm and the exponential moving average read and write 6 more.
-    optimiser_bytes = (7 + 6) * network.parameters * network.bytes_per_value
+    optimizer_bytes = (7 + 6) * network.parameters * network.bytes_per_value
     return CostEstimate(
         experiment=experiment,
         stages=_count_jobs(layout),
@@ -192,7 +192,7 @@ def estimate_cost(
         network=network,
         microbatches=microbatches,
         flops_per_step=passes * training_flops,
-        bytes_moved_per_step=network.bytes_moved * microbatches + optimiser_bytes,
+        bytes_moved_per_step=network.bytes_moved * microbatches + optimizer_bytes,
         memory=estimate_memory(network, training.processes),
         storage=estimate_storage(experiment, data, network, [cost.state for cost in sampler_costs.values()]),
         rate=rate,

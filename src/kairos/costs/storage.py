@@ -15,7 +15,7 @@ _PNG_RATIO = 0.6  # bytes of an image grid as PNG per byte of its pixels
 def estimate_memory(network: NetworkCost, processes: int) -> dict[str, int]:
     """Return the bytes in the memory of one GPU at the peak of a training run with Adam, by use.
 
-    The uses are weights, gradients, optimiser, EMA and activations. The GPU's context and the libraries' workspace are
+    The uses are weights, gradients, optimizer, EMA and activations. The GPU's context and the libraries' workspace are
     not included. `network` describes a micro-batch, and `processes` is the number of processes of the run.
     """
     trained_bytes = network.parameters * network.bytes_per_value
@@ -24,9 +24,9 @@ def estimate_memory(network: NetworkCost, processes: int) -> dict[str, int]:
     return {
         "weights": weight_bytes,
         "gradients": gradient_copies * trained_bytes,
-        "optimiser": 2 * trained_bytes,  # the two moments
+        "optimizer": 2 * trained_bytes,  # the two moments
         "EMA": weight_bytes,
-        # the optimiser's step copies the gradients when the activations are freed
+        # the optimizer's step copies the gradients when the activations are freed
         "activations": max(network.activation_bytes, trained_bytes),
     }
 
@@ -34,7 +34,7 @@ def estimate_memory(network: NetworkCost, processes: int) -> dict[str, int]:
 def checkpoint_bytes(network: NetworkCost) -> int:
     """Return the bytes of a checkpoint without the strategy's state: weights, EMA and two moments of Adam."""
     values = 2 * network.saved_values + 2 * network.parameters
-    # tensors of a weight: the weight, its average, two moments, and the optimiser's step
+    # tensors of a weight: the weight, its average, two moments, and the optimizer's step
     tensors = 5 * network.saved_tensors
     return values * network.bytes_per_value + tensors * _BYTES_PER_TENSOR
 

@@ -135,7 +135,7 @@ def train_on_task(
     with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU: no generator of a GPU is saved
         torch.manual_seed(derived_seed(options.seed, f"{kind} weights"))
         model = Classifier(shape, classes, options.channels, options.features)
-    _optimise(kind, model, options, dataset, task)
+    _optimize(kind, model, options, dataset, task)
     accuracy = _heldout_accuracy(model, dataset, task)
     if accuracy is not None:
         log(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images classified correctly")
@@ -153,7 +153,7 @@ def train_on_task(
     }
 
 
-def _optimise(kind: str, model: Classifier, options: ClassifierOptions, dataset: PreparedDataset, task: Task) -> None:
+def _optimize(kind: str, model: Classifier, options: ClassifierOptions, dataset: PreparedDataset, task: Task) -> None:
     """Train the network in place on random batches of training images, by AdamW with a one-cycle learning rate.
 
     The images of a batch are drawn with replacement, from a stream named after `kind`. The loss is the cross entropy.

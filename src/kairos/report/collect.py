@@ -33,7 +33,7 @@ class SnapshotResults:
     """Results of an evaluated snapshot of a training run.
 
     Attributes:
-        step: optimiser steps taken.
+        step: optimizer steps taken.
         record: content of ``milestone.json``; all snapshots of an experiment share its settings.
         strategy_file: density and weight by timestep.
         evaluation: content of the evaluation record.

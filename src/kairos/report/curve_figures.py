@@ -119,7 +119,7 @@ def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
 
 
 def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> Figure:
-    """Draw the primary metric of every method against optimiser steps, or against training time if `over_time`.
+    """Draw the primary metric of every method against optimizer steps, or against training time if `over_time`.
 
     Values are means over seeds, with a bar and a band of one standard deviation. Methods without a look are a grey
     band. Reference rows are dashed lines. The y axis is logarithmic. Points without a known value or time are left out.

@@ -39,7 +39,7 @@ class Curve:
     """Compared metric of a method over training; arrays are (snapshots,) unless stated otherwise.
 
     Attributes:
-        steps: optimiser steps of the snapshots.
+        steps: optimizer steps of the snapshots.
         seconds: training time, mean over seeds; NaN without a clock.
         mean: value, mean over seeds.
         std_over_sets: standard deviation over sample sets; NaN if unknown.

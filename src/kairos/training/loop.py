@@ -90,7 +90,7 @@ class StepResult:
     """Results of the forward and backward passes of a step, for metrics and for probes.
 
     A probe is a function ``probe(training, draw, result)``. Steps that log call it after the backward pass and before
-    the optimiser step, and write its return value to metrics.jsonl under its name. A probe draws from a random stream
+    the optimizer step, and write its return value to metrics.jsonl under its name. A probe draws from a random stream
     of its own and must not change the model, so that the trajectory of a run does not depend on its probes.
 
     Attributes:

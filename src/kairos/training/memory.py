@@ -41,7 +41,7 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
     elif fitting_size:
         allowed = f"training.microbatch: {fitting_size} keeps the batch and fits (measured)"
     else:
-        allowed = "a smaller model: with the optimiser's moments not even a pass of 1 image fits (measured)"
+        allowed = "a smaller model: with the optimizer's moments not even a pass of 1 image fits (measured)"
     field = "batch_size" if training.settings.microbatch is None else "microbatch"
     problem = f"out of memory on {_describe_device(training.device)} at step {training.step + 1}"
     raise KairosError(f"training.{field}: got {getattr(training.settings, field)}: {problem}; allowed: {allowed}")
@@ -59,14 +59,14 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
     """Return a number of images whose forward and backward pass fits into memory; 0 if not even one image fits.
 
     Tries `largest`, at most this rank's slice of the batch, then falling powers of two below it, and returns the first
-    size that fits. If the optimiser has no moments yet, memory for them is reserved meanwhile; the result is 0 if they
-    do not fit. Gradients of the parameters are replaced; weights and optimiser are unchanged.
+    size that fits. If the optimizer has no moments yet, memory for them is reserved meanwhile; the result is 0 if they
+    do not fit. Gradients of the parameters are replaced; weights and optimizer are unchanged.
     """
     training.optimizer.zero_grad(set_to_none=True)
     _free_memory()
     reserved: list[torch.Tensor] = []
     if not training.optimizer.state:
-        # the optimiser allocates its moments in the first step: Adam keeps two values per parameter
+        # the optimizer allocates its moments in the first step: Adam keeps two values per parameter
         try:
             reserved = [torch.empty_like(parameter) for parameter in training.parameters for _ in range(2)]
         except torch.OutOfMemoryError:
@@ -80,7 +80,7 @@ def find_fitting_batch(training: TrainingState, largest: int) -> int:
         except torch.OutOfMemoryError:
             training.optimizer.zero_grad(set_to_none=True)
         else:
-            del reserved  # until here it takes the memory that the optimiser will need
+            del reserved  # until here it takes the memory that the optimizer will need
             return size
         _free_memory()
     return 0

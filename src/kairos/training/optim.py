@@ -1,4 +1,4 @@
-"""Optimisers, learning-rate schedules and averages of weights; `kairos.training.settings` selects them by name.
+"""Optimizers, learning-rate schedules and averages of weights; `kairos.training.settings` selects them by name.
 
 A schedule returns the factor of the learning rate at a step. An average returns its decay at a step: the weight of the
 previous average. Steps count from 0.
@@ -129,7 +129,7 @@ class Average:
     """Average of a model's weights over training, which starts as a copy of them.
 
     Args:
-        weights: the model's weights by name, which the optimiser changes in place.
+        weights: the model's weights by name, which the optimizer changes in place.
         decay_at: returns the weight of the previous average at a step.
 
     Attributes:

@@ -220,7 +220,7 @@ class TrainingJob:
 
     Attributes:
         run_folder: files of the training run.
-        training: model, optimiser and strategy.
+        training: model, optimizer and strategy.
         label: prefix of messages.
         progress: file that `kairos status` reads.
         stop_request: source of requests to stop early.

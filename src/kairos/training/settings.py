@@ -1,4 +1,4 @@
-"""Section `training` of an experiment: lengths, hardware, split into jobs; optimisers, schedules, averages, probes."""
+"""Section `training` of an experiment: lengths, hardware, split into jobs; optimizers, schedules, averages, probes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kairos_timesteps.errors import demand
 
 
 class OptimizerOptions(ComponentOptions):
-    """Base class of the options of an optimiser, with linear warm-up and gradient clipping.
+    """Base class of the options of an optimizer, with linear warm-up and gradient clipping.
 
     A gradient that is not finite ends the training run; EDM's code replaces its values by 0 and 1e5.
     """
@@ -159,7 +159,7 @@ _Probe = Annotated[ProbeOptions, component(PROBES)]
 
 
 class TrainingConfig(Section):
-    """Lengths, optimiser, and hardware of training runs."""
+    """Lengths, optimizer, and hardware of training runs."""
 
     batch_size: int = field(128, "images per step, over all processes", ge=1)
     microbatch: int | None = field(
@@ -180,7 +180,7 @@ class TrainingConfig(Section):
         "steps between lines of metrics.jsonl, which synchronise with the device; null: 1 on a CPU, 10 on a GPU",
         ge=1,
     )
-    optimizer: Annotated[OptimizerOptions, component(OPTIMIZERS, "adam")] = field({}, "optimiser of the model")
+    optimizer: Annotated[OptimizerOptions, component(OPTIMIZERS, "adam")] = field({}, "optimizer of the model")
     schedule: Annotated[ScheduleOptions, component(SCHEDULES)] = field("constant", "learning rate after warm-up")
     ema: Annotated[AverageOptions, component(AVERAGES, "decay")] = field({}, "average of the weights")
     precision: Literal["fp32", "tf32", "bf16", "fp64"] = field(
@@ -277,7 +277,7 @@ class RunSettings:
         model: the backbone.
         diffusion: forward process, prediction target and losses.
         method: timestep strategy.
-        training: lengths, optimiser and hardware.
+        training: lengths, optimizer and hardware.
         train_images: number of training images, which lengths in epochs need.
         plain_experiment: returns the whole resolved experiment as plain values, which records keep; it decides nothing.
     """

@@ -1,4 +1,4 @@
-"""State of a training run: model, average of its weights, optimiser, timestep strategy, and the code that builds them.
+"""State of a training run: model, average of its weights, optimizer, timestep strategy, and the code that builds them.
 
 `kairos.training.loop` updates the state, `kairos.training.run` saves and restores it.
 """
@@ -63,8 +63,8 @@ class TrainingState:
         network: the model, compiled if the settings request it; measurements call it.
         ddp_network: the network whose backward pass also averages gradients over ranks; `network` if there is one rank.
         average: average of the weights, the `ema` of snapshots.
-        parameters: parameters that the optimiser updates.
-        optimizer: optimiser of the parameters.
+        parameters: parameters that the optimizer updates.
+        optimizer: optimizer of the parameters.
         grad_clip: largest norm of the gradient; inf: no clipping.
         length: number of steps of the learning-rate schedule; None if the schedule has no end.
         step: number of completed steps.

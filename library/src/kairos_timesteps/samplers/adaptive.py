@@ -1,7 +1,7 @@
 """Adaptive sampler of Kim et al. 2025 (CVPR), algorithms 1 and 2, with the faults of its public code fixed.
 
 A policy maps a clean image to a, b > 0; the image's timestep is at fraction u ~ Beta(a, b). Every f_S steps the sampler
-measures how one optimiser step changed the VLB. REINFORCE moves the policy towards timesteps whose step lowered it.
+measures how one optimizer step changed the VLB. REINFORCE moves the policy towards timesteps whose step lowered it.
 
 Differences from the public code, which `AdaptiveOfficial` follows:
 
@@ -103,7 +103,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         demand(options.selected <= count, "selected", options.selected, allowed)
 
     def _build(self, channels: int, device: "torch.device", dtype: "torch.dtype") -> Any:
-        """Return the policy; build it with its optimiser at first use, when the number of channels is known.
+        """Return the policy; build it with its optimizer at first use, when the number of channels is known.
 
         Its weights depend on the seed alone, and torch's generators are unchanged. The policy is float64 for float64
         images, otherwise float32. Later calls ignore the arguments.
@@ -195,7 +195,7 @@ class Adaptive(MeasuresNetwork, Sampler):
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Measure the losses around the optimiser step and, every f_S steps, learn from their change.
+        """Measure the losses around the optimizer step and, every f_S steps, learn from their change.
 
         Step 0 is measured. The policy learns after S is first selected. Each measurement selects S for the next one.
         """
@@ -307,7 +307,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         return {"a": a, "b": b, "reward": self._reward, "updates": self.updates}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the policy, its optimiser, the queue, S and the running statistics of the reward.
+        """Return the policy, its optimizer, the queue, S and the running statistics of the reward.
 
         Entry ``queue`` contains `changes`, and ``selected`` contains `reward_timesteps`. The state is empty before the
         first batch.

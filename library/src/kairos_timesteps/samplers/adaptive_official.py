@@ -20,7 +20,7 @@ class AdaptiveOfficial(Adaptive):
     $$u \sim \mathrm{Beta}(a, b), \quad (a, b) = \pi_\phi(x_0), \qquad
     r = \sum_{t \in S} c_t \left(\|\epsilon - \epsilon_\theta\|^2 - \|\epsilon' - \epsilon_{\theta'}\|^2\right)$$
 
-    - fresh noise after the optimiser step, dropout on;
+    - fresh noise after the optimizer step, dropout on;
     - S = {0, 1, 2} until the queue holds two rows, then the largest F-statistics whatever their sign;
     - the reward is the sum over S as it is, and the entropy, within the reward, multiplies log pi;
     - u is rounded to the nearest of T points, so that the first and the last timestep have half a cell.

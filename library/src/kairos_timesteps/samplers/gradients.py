@@ -50,7 +50,7 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Measure before the optimiser step, every `frequency` steps from step 0 on, and update the density."""
+        """Measure before the optimizer step, every `frequency` steps from step 0 on, and update the density."""
         if observation.step % self.frequency == 0:
             new = self.measure(observation)
             decay = self.decay if self.updates else 0.0

@@ -32,7 +32,7 @@ class FollowsLosses(Learned, TableDensity):
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Learn after the optimiser step."""
+        """Learn after the optimizer step."""
         yield
         self.learn(observation)
 

@@ -27,7 +27,7 @@ class Uncertainty(Learned, Weighting):
     $$\frac{w(\sigma)}{e^{u(\sigma)}} L + u(\sigma)$$
 
     u is the logarithm of the loss to be expected at a noise level, so all levels contribute equally. It starts at 0 and
-    is trained by an Adam optimiser of its own; its gradient is not part of the network's gradient clipping.
+    is trained by an Adam optimizer of its own; its gradient is not part of the network's gradient clipping.
     """
 
     base: str = option("edm", "weighting w", choices=_BASES, component=True)
@@ -85,7 +85,7 @@ class Uncertainty(Learned, Weighting):
         return importance * (weights * losses * (-u).exp() + u)
 
     def step(self, observation: Observation) -> None:
-        """Take an optimiser step on u with the gradient of the backward pass, averaged over ranks, and clear it.
+        """Take an optimizer step on u with the gradient of the backward pass, averaged over ranks, and clear it.
 
         Without a gradient nothing changes.
         """
@@ -101,7 +101,7 @@ class Uncertainty(Learned, Weighting):
         self.optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return u and the state of its optimiser."""
+        """Return u and the state of its optimizer."""
         return {"linear": self.linear.detach().clone(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
