@@ -26,7 +26,7 @@ def page_of(config: Path, folder: Path, unfinished: bool = False) -> str:
 
 def draw_figures(results: Results) -> None:
     """Draw every figure that the results have numbers for, without writing files."""
-    looks = plot_style.assign_looks(results.methods, results.baseline)
+    styles = plot_style.assign_styles(results.methods, results.baseline)
     for draw in available_figures(results).values():
         with matplotlib.rc_context(plot_style.STYLE):
-            draw(results, looks)
+            draw(results, styles)

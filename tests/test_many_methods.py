@@ -30,8 +30,8 @@ def test_figures_of_many_methods_show_the_baseline_and_the_best_and_the_range_of
     results = collect(load(tree[0]), tree[1])
     shown = select_shown_methods(results)
     assert shown == ["uniform", "min_snr", "speed"]
-    looks = plot_style.assign_looks(shown, results.baseline)
-    figure = curve_figures.draw_distance(results, looks, over_time=False)
+    styles = plot_style.assign_styles(shown, results.baseline)
+    figure = curve_figures.draw_distance(results, styles, over_time=False)
     labels = {text.get_text() for text in figure.axes[0].texts}
     assert {*shown, "3 others: range, median"} <= labels and labels.isdisjoint({"p2", "log_normal", "adaptive"})
     page = page_of(*tree)

@@ -366,7 +366,7 @@ def test_conditions_are_shown_with_the_generated_images(small, conditions):
         kinds = {name: {"kind": name} for name in conditions}
         write_json(path, read_json(path) | {"conditions": kinds, "config": load(small[0]).plain()})
     results = collect(load(small[0]), small[1])
-    figure = draw_conditional_samples(results, plot_style.assign_looks(results.methods, results.baseline))
+    figure = draw_conditional_samples(results, plot_style.assign_styles(results.methods, results.baseline))
     columns = ["low resolution"] * (len(conditions) - 1) + ["real", *results.methods]
     assert [axes.get_title() for axes in figure.axes[: len(columns)]] == columns
     assert len(figure.axes) == 8 * len(columns)
@@ -401,14 +401,14 @@ def test_densities_and_losses_are_plotted_over_the_time_of_the_process(small, pr
     for training in results.runs:
         for milestone in training.snapshots:
             milestone.strategy_table["t"] = np.geomspace(0.002, 0.9, len(milestone.strategy_table))
-    looks = plot_style.assign_looks(results.methods, results.baseline)
-    figure = curve_figures.draw_strategies(results, looks, "p", "p", "linear")
+    styles = plot_style.assign_styles(results.methods, results.baseline)
+    figure = curve_figures.draw_strategies(results, styles, "p", "p", "linear")
     assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in figure.axes)
     assert all(axes.get_xlim() == pytest.approx((0.002, 0.9)) for axes in figure.axes)
     line = figure.axes[0].lines[0].get_ydata()
     assert line == pytest.approx(np.ones(len(line)))  # T times the probability mass of uniform
     assert figure.axes[0].get_ylabel() == "p" and figure.axes[1].get_ylabel() == ""
-    losses = curve_figures.draw_validation_loss(results, looks)
+    losses = curve_figures.draw_validation_loss(results, styles)
     assert losses.axes[0].get_xlabel().startswith(label) and losses.axes[0].get_xscale() == scale
 
 
@@ -417,12 +417,12 @@ def test_lines_of_strategies_have_the_colour_of_their_step_without_a_snapshot_be
     (run,) = results.runs_of("adaptive")
     for milestone in run.snapshots:  # p at the first timestep is a value of its own for each step
         milestone.strategy_table["p"] = 1 + milestone.step
-    looks = plot_style.assign_looks(["adaptive"], None)
+    styles = plot_style.assign_styles(["adaptive"], None)
 
     def draw_colors(snapshots) -> dict[int, tuple[float, ...]]:
         """Return the colour of the line of each step."""
         one_method = replace(results, runs=(replace(run, snapshots=snapshots),))
-        lines = curve_figures.draw_strategies(one_method, looks, "p", "p", "linear").axes[0].lines
+        lines = curve_figures.draw_strategies(one_method, styles, "p", "p", "linear").axes[0].lines
         timesteps = len(run.snapshots[0].strategy_table)
         return {
             int(line.get_ydata()[0] / timesteps - 1): tuple(line.get_color())

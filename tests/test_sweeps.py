@@ -13,7 +13,7 @@ from kairos.config.sweeps import parse_sweep_name
 from kairos.report import curve_figures, ranking
 from kairos.report.collect import collect
 from kairos.report.curve_figures import group_swept_methods
-from kairos.report.plot_style import assign_looks
+from kairos.report.plot_style import assign_styles
 from kairos_timesteps.errors import ConfigError
 from test_dvc import LIST_STAGES
 from workflow_copy import Copy
@@ -131,7 +131,7 @@ def test_lines_of_a_sweep_without_a_name_are_labelled_at_one_of_them(tmp_path, m
             monkeypatch.setitem(results_tree.METHODS, f"{line}-k={k}", method)
     config, folder = results_tree.write(tmp_path, (0,), tuple(name for name in results_tree.METHODS if "=" in name))
     results = collect(load(config), folder)
-    figure = curve_figures.draw_distance_by_option(results, assign_looks(results.methods, None))
+    figure = curve_figures.draw_distance_by_option(results, assign_styles(results.methods, None))
     (axes,) = figure.axes
     heights = {}
     for line in distances:

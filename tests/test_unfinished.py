@@ -12,7 +12,7 @@ from kairos.config import load
 from kairos.files import read_json, write_json
 from kairos.report import ranking
 from kairos.report.collect import collect
-from kairos.report.plot_style import assign_looks
+from kairos.report.plot_style import assign_styles
 from kairos.report.sample_figures import draw_image_by_image
 from kairos.sampling.samples_file import write_samples
 from report_page import page_of
@@ -123,7 +123,7 @@ def test_one_image_is_shown_by_method_and_snapshot(tree):
     collected = collect(load(tree[0]), tree[1])
     for number, (_, snapshot) in enumerate(collected.run_snapshots):
         write_samples(snapshot.grid_file.with_suffix(".npz"), images + 10 * number, {})
-    figure = draw_image_by_image(collected, assign_looks(collected.methods, collected.baseline))
+    figure = draw_image_by_image(collected, assign_styles(collected.methods, collected.baseline))
     assert [axes.get_title() for axes in figure.axes] == [f"image {number}" for number in (1, 2, 3, 4)]
     for number, axes in enumerate(figure.axes):
         picture = axes.images[0].get_array()

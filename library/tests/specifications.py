@@ -301,14 +301,14 @@ class Call:
         split: ``whole``: one draw for the batch; ``range`` and ``tensor``: two draws with `index` and `total`;
             ``micro``: four micro-batches of one step; ``ranks``: one draw on each of two ranks of torch.distributed.
         times: shape of one sample's times.
-        same: one time for the whole batch.
+        shared_time: one time for the whole batch.
         context: type of tokens, frames, group and progress: ``number``, ``tensor`` or ``list``.
         frames: True to pass the optional number of frames.
     """
 
     split: str = "whole"
     times: tuple[int, ...] = ()
-    same: bool = False
+    shared_time: bool = False
     context: str = "number"
     frames: bool = False
 
@@ -316,7 +316,7 @@ class Call:
 _CALLS: dict[str, SearchStrategy[Any]] = {
     "split": st.sampled_from(["range", "tensor", "micro", "ranks"]),
     "times": st.sampled_from([(3,), (2, 2)]),
-    "same": st.just(True),
+    "shared_time": st.just(True),
     "context": st.sampled_from(["tensor", "list"]),
     "frames": st.just(True),
 }
@@ -327,7 +327,7 @@ def calls(draw: Any) -> Call:
     """Draw a call in which at most two arguments differ from the default."""
     changed = draw(st.lists(st.sampled_from(sorted(_CALLS)), unique=True, max_size=2))
     values = {axis: draw(_CALLS[axis]) for axis in changed}
-    if "same" in values:  # one time for all samples requires one context
+    if "shared_time" in values:  # one time for all samples requires one context
         values.pop("context", None)
     return Call(**values)
 
@@ -367,7 +367,7 @@ def context_of(specification: Specification, call: Call, batch: int, step: int =
     arguments: dict[str, Any] = {}
     if {"item", "items", "epoch"} <= needs:
         shuffled = torch.randperm(batch, generator=torch.Generator().manual_seed(step))
-        arguments = {"item": 0 if call.same else shuffled, "items": batch, "epoch": step}
+        arguments = {"item": 0 if call.shared_time else shuffled, "items": batch, "epoch": step}
     if call.context == "number" or not names:
         scalar = {name: _CONTEXTS[0][name] for name in names}
         return Context({**arguments, **scalar}, [scalar], torch.zeros(batch, dtype=torch.int64))

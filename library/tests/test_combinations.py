@@ -63,7 +63,7 @@ def build(specification: Specification) -> kairos_timesteps.Strategy | None:
 
 def may_be_rejected(specification: Specification, call: Call) -> bool:
     """Return True if the construction cannot detect that the call is impossible."""
-    by_image = specification.sampler["name"] in DEPENDS_ON_IMAGES and (call.times or call.same)
+    by_image = specification.sampler["name"] in DEPENDS_ON_IMAGES and (call.times or call.shared_time)
     alpha_by_tokens = specification.holds("law", "linear") or specification.holds("law", "root")
     return bool(by_image or alpha_by_tokens)  # alpha may be negative at the number of tokens
 
@@ -96,7 +96,7 @@ def rank_of(rank: int, ranks: int) -> Iterator[None]:
 
 def draw_batch(make_strategy: Any, x0: Tensor, call: Call, context: Context) -> dict[str, Tensor]:
     """Draw for a whole batch, split as the call requires; ``make_strategy()`` returns a strategy for each rank."""
-    count, more = len(x0), {"times": call.times, "same": call.same}
+    count, more = len(x0), {"times": call.times, "shared_time": call.shared_time}
     quarters = [slice(count * k // 4, count * (k + 1) // 4) for k in range(4)]
     halves = [slice(0, count // 2), slice(count // 2, count)]
     results = []
@@ -134,7 +134,7 @@ def check_values(values: dict[str, Tensor], strategy: kairos_timesteps.Strategy,
     torch.testing.assert_close(values["t"], strategy.process.times(values["fractions"]))
     assert values["importance"].min() >= 0
     torch.testing.assert_close(values["weights"], values["fixed_weights"] * values["importance"])
-    if call.same:
+    if call.shared_time:
         assert (values["fractions"] == values["fractions"][:1]).all()
 
 
@@ -206,7 +206,7 @@ def stated_densities(
 
 def check_density(specification: Specification, strategy: kairos_timesteps.Strategy, call: Call) -> None:
     """Check that many draws have the density of the table, and that importance weights restore uniform's objective."""
-    one_number = call.same or specification.holds("per", "batch")  # of a whole batch
+    one_number = call.shared_time or specification.holds("per", "batch")  # of a whole batch
     batch, steps = (16, 256) if one_number else (LARGE, 8)
     timesteps = strategy.sampler.schedule.timesteps
     by_image = specification.sampler["name"] in DEPENDS_ON_IMAGES
@@ -216,7 +216,7 @@ def check_density(specification: Specification, strategy: kairos_timesteps.Strat
     total, least = 0, np.ones(timesteps)
     for step in range(steps):
         context = context_of(specification, call, batch, step)
-        draw = strategy.draw(x0, times=call.times, same=call.same, **context.arguments)
+        draw = strategy.draw(x0, times=call.times, shared_time=call.shared_time, **context.arguments)
         cells = (draw.fractions * timesteps).long().clamp(0, timesteps - 1).reshape(batch, -1)
         importance = draw.importance.double().reshape(batch, -1)
         for local, p in stated_densities(specification, strategy, context):
@@ -481,7 +481,7 @@ def test_adaptive_draws_the_samples_of_an_index(name):
 
 @pytest.mark.parametrize("name", DEPENDS_ON_IMAGES)
 @pytest.mark.parametrize("importance", [False, True])
-@pytest.mark.parametrize("arguments", [{"same": True}, {"times": (5,)}, {"same": True, "times": (5,)}])
+@pytest.mark.parametrize("arguments", [{"shared_time": True}, {"times": (5,)}, {"shared_time": True, "times": (5,)}])
 def test_adaptive_draws_one_time_for_all_and_several_times(name, importance, arguments):
     strategy = kairos_timesteps.Strategy(name, "linear", timesteps=20, sampler={"importance": importance, "floor": 0.2})
     shape = (8, *arguments.get("times", ()))
@@ -491,7 +491,7 @@ def test_adaptive_draws_one_time_for_all_and_several_times(name, importance, arg
         assert any(word in str(error) for word in arguments)
         return
     assert draw.t.shape == draw.fractions.shape == draw.weights.shape == draw.importance.shape == shape
-    if "same" in arguments:
+    if "shared_time" in arguments:
         assert (draw.fractions == draw.fractions[:1]).all()
     else:
         assert len(draw.fractions.unique()) > 5
@@ -644,7 +644,7 @@ def test_points_that_are_even_over_epochs_have_the_shape_of_the_times(times):
     assert (cells.sort(0).values.diff(dim=0) - 1).abs().max() < 1e-6  # even over the items, at each time
 
 
-@pytest.mark.parametrize("arguments", [{}, {"same": True}, {"times": (3,)}])
+@pytest.mark.parametrize("arguments", [{}, {"shared_time": True}, {"times": (3,)}])
 def test_points_that_are_even_over_epochs_take_the_item_as_a_number(arguments):
     strategy, results = kairos_timesteps.Strategy("uniform", "flow", sampler={"points": "epochs"}), []
     for epoch in range(50):
@@ -666,7 +666,7 @@ def test_slopes_of_any_steepness_follow_their_density(weight, bias):
 def test_sobol_points_with_one_time_for_a_batch_cover_the_process():
     strategy, results = kairos_timesteps.Strategy("uniform", "flow", sampler={"points": "sobol"}), []
     for _ in range(64):
-        draw = strategy.draw(torch.zeros(16, 1), same=True)
+        draw = strategy.draw(torch.zeros(16, 1), shared_time=True)
         results.append(draw.fractions[0])
         with strategy.observe(draw):
             pass

@@ -90,7 +90,7 @@ def test_nearest_noise_of_an_image_does_not_depend_on_the_slice_of_the_batch():
     assert torch.equal(strategy.couple(draw, noise[5:9]), whole[5:9])
     indices = torch.tensor([11, 2, 7])
     strategy = kairos_timesteps.Strategy("uniform", coupling="nearest")
-    draw = strategy.draw(x0[indices], index=indices, total=16, same=True)
+    draw = strategy.draw(x0[indices], index=indices, total=16, shared_time=True)
     assert torch.equal(strategy.couple(draw, noise[indices]), whole[indices])
     strategy = kairos_timesteps.Strategy("uniform", coupling="nearest")
     draw = strategy.draw(x0, step=torch.tensor(0))  # as in a graph that is replayed

@@ -95,7 +95,7 @@ def test_draws_have_a_time_for_each_frame_or_one_time_for_the_batch():
     strategy = make_strategy("log_normal", "flow")
     frames = strategy.draw(BATCH, times=(5,))
     assert frames.t.shape == frames.weights.shape == (16, 5) and len(frames.t.unique()) == 80
-    one = make_strategy("log_normal", "flow").draw(BATCH, same=True)
+    one = make_strategy("log_normal", "flow").draw(BATCH, shared_time=True)
     assert one.t.shape == (16,) and len(one.t.unique()) == 1
     even = make_strategy("uniform", "flow", points="stratified").draw(BATCH, times=(3,)).fractions
     assert (even.sort(0).values * 16).floor().eq(torch.arange(16.0)[:, None]).all()
@@ -237,7 +237,7 @@ def test_points_of_epochs_are_even_over_items_and_over_visits():
         ({"name": "table", "file": "nowhere.csv"}, "file: got nowhere.csv"),
         ({"name": "listed", "times": [1.5]}, r"times: got \[1.5\], allowed"),
         ({"name": "log_normal", "low": 0.9, "high": 0.1}, "low < high"),
-        ({"name": "log_snr", "law": "levy"}, "law: got 'levy', allowed: one of normal"),
+        ({"name": "log_snr", "distribution": "levy"}, "distribution: got 'levy', allowed: one of normal"),
     ],
 )
 def test_bad_options_of_samplers_are_rejected(by_name, message):

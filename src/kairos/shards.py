@@ -70,7 +70,7 @@ class Shard:
         }
 
 
-def in_order(
+def order_shards(
     shards: list[tuple[Path, dict[str, Any]]], identity: dict[str, Any], count: int, batch_size: int
 ) -> list[int]:
     """Return the positions in `shards` of all shards of a job, in the order of their images, after checking the shards.

@@ -31,7 +31,7 @@ for name in layout.stage_rules("encode"):
             gpu=CODING_GPUS if name == layout.stage_rules("encode")[-1] else 0,
         params:
             **layout.rule_params(name),
-            **({"told": layout.text_stages} if layout.text_stages else {}),
+            **({"text": layout.text_stages} if layout.text_stages else {}),
             read=stage_options("dataset", "autoencoder", *layout.text_stages),
             out=paths_of("record") if is_shard_rule else folder_of("record"),
             shards=shard_options,

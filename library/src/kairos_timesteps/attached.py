@@ -495,7 +495,7 @@ class Attached:
         demand(learnable, f"strategy {self.strategy.name}: losses of a step", "none", allowed)
         draws = [draw for draw, _ in self._micro_batches] or [self._draw]
         conditions_of_micro_batches = [conditions for _, conditions in self._micro_batches if conditions is not None]
-        joined = None
+        all_conditions = None
         if self._measures and conditions_of_micro_batches:
             condition_names = set()
             for _, conditions in self._micro_batches:
@@ -507,17 +507,17 @@ class Attached:
                 " and ".join(f"({names})" for names in sorted(condition_names)),
                 allowed,
             )
-            joined = {}
+            all_conditions = {}
             for name in conditions_of_micro_batches[0]:
-                joined[name] = torch.cat([conditions[name] for conditions in conditions_of_micro_batches])
-        return self.strategy.observe(draws, self.network, self.optimizer, joined)
+                all_conditions[name] = torch.cat([conditions[name] for conditions in conditions_of_micro_batches])
+        return self.strategy.observe(draws, self.network, self.optimizer, all_conditions)
 
     def _validation_times(
         self,
         x0: Tensor,
         *,
         times: tuple[int, ...] = (),
-        same: bool = False,
+        shared_time: bool = False,
         index: Any = None,
         total: int | None = None,
         **_: Any,
@@ -530,12 +530,12 @@ class Attached:
             ConfigError: a range `index` is not within the global batch of `total` samples.
         """
         total = total or len(x0) * distributed.ranks(self.strategy.group)
-        here = RandomCoordinates(self.strategy.seed, 0, 0, self._evaluated, index, total, times)
-        here = here.for_batch(x0, self.strategy.group)
-        self._evaluated += here.batch_size
-        if same:
-            here = here.replace(sample_indices=range(1), batch_size=1)
-        return self.strategy.process.times(points("sobol", here)).expand(len(x0), *times)
+        coordinates = RandomCoordinates(self.strategy.seed, 0, 0, self._evaluated, index, total, times)
+        coordinates = coordinates.for_batch(x0, self.strategy.group)
+        self._evaluated += coordinates.batch_size
+        if shared_time:
+            coordinates = coordinates.replace(sample_indices=range(1), batch_size=1)
+        return self.strategy.process.times(points("sobol", coordinates)).expand(len(x0), *times)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

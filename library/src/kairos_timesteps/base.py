@@ -75,12 +75,12 @@ class Stateful(Component):
     """Base of components with state.
 
     Attributes:
-        kept: names of the attributes that are the state: numbers, numpy arrays and tensors. They are keys of stored
-            states, without leading underscores.
+        state_names: names of the attributes that are the state: numbers, numpy arrays and tensors. Without leading
+            underscores they are the keys of stored states.
         group: process group of the ranks that share the global batch; None: all ranks.
     """
 
-    kept: tuple[str, ...] = ()
+    state_names: tuple[str, ...] = ()
     group: distributed.Group = None
 
     def __init__(self, options: Any, schedule: NoiseSchedule):
@@ -92,7 +92,7 @@ class Stateful(Component):
 
         Arrays become tensors. Tensors are copies, on their device.
         """
-        state = {name.lstrip("_"): getattr(self, name) for name in self.kept}
+        state = {name.lstrip("_"): getattr(self, name) for name in self.state_names}
         return {
             name: torch.as_tensor(value).clone() if hasattr(value, "shape") else value for name, value in state.items()
         }
@@ -106,8 +106,8 @@ class Stateful(Component):
             ConfigError: the component has no state, and `state` is not empty.
             KeyError: `state` lacks a value.
         """
-        demand(self.kept or not state, f"{type(self).__name__}: state", sorted(state), "none: it has no state")
-        for name in self.kept:
+        demand(self.state_names or not state, f"{type(self).__name__}: state", sorted(state), "none: it has no state")
+        for name in self.state_names:
             value, present = state[name.lstrip("_")], getattr(self, name)
             if hasattr(value, "cpu"):
                 value = value.cpu().numpy().copy() if isinstance(present, np.ndarray) else value.to(device, copy=True)

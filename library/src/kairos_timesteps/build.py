@@ -124,8 +124,8 @@ class _FunctionDensity(FixedDensity):
     def quantile(self, p: Values, **context: Any) -> Values:
         """Call the function with its options and the context that it names."""
         user, available = f"sampler {type(self).__name__}", {"step": 0, **context}
-        needed = {name: required(name, available.get(name), user) for name in self.context_names}
-        values = self.function(p, **{name: getattr(self, name) for name in self.parameters}, **needed)
+        selected = {name: required(name, available.get(name), user) for name in self.context_names}
+        values = self.function(p, **{name: getattr(self, name) for name in self.parameters}, **selected)
         return same_kind(values, p)  # a function of numpy alone returns an array for a tensor on the CPU
 
     def __call__(self, function: F) -> F:

@@ -70,10 +70,10 @@ def join_ranks(values: Tensor, index: Any, total: int, group: Group = None) -> T
     if ranks(group) == 1:
         return values
     rows = slice(index.start, index.stop) if isinstance(index, range) else index
-    joined = values.new_zeros(total, *values.shape[1:])
-    joined[rows] = values.detach()
-    sum_tensors([joined], group)  # every other rank adds zeros to these rows
-    return joined
+    global_values = values.new_zeros(total, *values.shape[1:])
+    global_values[rows] = values.detach()
+    sum_tensors([global_values], group)  # every other rank adds zeros to these rows
+    return global_values
 
 
 def gather_objects(value: T, group: Group = None) -> list[T]:
@@ -96,23 +96,23 @@ def sum_tensors(tensors: Iterable[Tensor], group: Group = None) -> None:
         if len(bucket) == 1:
             torch.distributed.all_reduce(bucket[0], group=group)
             continue
-        joined = torch.cat([tensor.flatten() for tensor in bucket])
-        torch.distributed.all_reduce(joined, group=group)
-        for tensor, summed in zip(bucket, joined.split([tensor.numel() for tensor in bucket])):
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
+        torch.distributed.all_reduce(flat, group=group)
+        for tensor, summed in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
             tensor.copy_(summed.view_as(tensor))
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group consecutive tensors with equal device and type, up to `_BUCKET` bytes a group."""
     buckets: list[list[Tensor]] = []
-    held = 0  # bytes in the last bucket
+    bucket_bytes = 0  # of the last bucket
     for tensor in tensors:
         last = buckets[-1][0] if buckets else None
-        alike = last is not None and (last.device, last.dtype) == (tensor.device, tensor.dtype)
-        if alike and held + tensor.nbytes <= _BUCKET:
+        has_equal_type = last is not None and (last.device, last.dtype) == (tensor.device, tensor.dtype)
+        if has_equal_type and bucket_bytes + tensor.nbytes <= _BUCKET:
             buckets[-1].append(tensor)
-            held += tensor.nbytes
+            bucket_bytes += tensor.nbytes
         else:
             buckets.append([tensor])
-            held = tensor.nbytes
+            bucket_bytes = tensor.nbytes
     return buckets

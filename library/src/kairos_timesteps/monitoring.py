@@ -91,8 +91,10 @@ class LossByLevel:
         Raises:
             ConfigError: the state has other bins.
         """
-        same = torch.equal(state["edges"].cpu(), self.edges.cpu())
-        demand(same, "state", f"{len(state['edges']) - 1} bins", f"the {len(self.edges) - 1} bins of this object")
+        has_equal_bins = torch.equal(state["edges"].cpu(), self.edges.cpu())
+        demand(
+            has_equal_bins, "state", f"{len(state['edges']) - 1} bins", f"the {len(self.edges) - 1} bins of this object"
+        )
         self._sums = state["sums"].clone().to(self._sums.device)
 
 

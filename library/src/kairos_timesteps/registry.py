@@ -78,10 +78,10 @@ class Registry(dict[str, Entry]):
             is_component = isinstance(component, type) and issubclass(component, _options.Component)
             allowed = "a class that derives from kairos_timesteps.options.Component"
             demand(is_component, f"{self.kind} {name}", getattr(component, "__name__", component), allowed)
-            entry, taken = Entry(component, help, facts), self.get(name)
+            entry, existing = Entry(component, help, facts), self.get(name)
             # a notebook cell or a module that is executed again registers its components again
-            if taken is not None and taken.code != entry.code:
-                raise ConfigError(f"{self.kind} {name}: {taken.code} has this name; choose another for {entry.code}")
+            if existing is not None and existing.code != entry.code:
+                raise ConfigError(f"{self.kind} {name}: {existing.code} has this name; choose another for {entry.code}")
             self[name] = entry
             return component
 

@@ -152,7 +152,7 @@ class Strategy:
         x0: Tensor,
         *,
         times: tuple[int, ...] = (),
-        same: bool = False,
+        shared_time: bool = False,
         step: Tensor | None = None,
         index: "range | Tensor | None" = None,
         total: int | None = None,
@@ -167,7 +167,7 @@ class Strategy:
         Args:
             x0: the batch.
             times: shape of the timesteps of one sample, such as ``(frames,)`` for diffusion forcing; (): one timestep.
-            same: one time for the whole batch; not with samplers that give each image its own density.
+            shared_time: one time for the whole batch; not with samplers that give each image its own density.
             step: training step as a tensor on the device, for graphs that are replayed; None: `self.step`. With a
                 tensor, draws of one step are equal: pass `index` for micro-batches.
             index: indices of the samples in the global batch of the step, all micro-batches included; None: the slices
@@ -187,7 +187,7 @@ class Strategy:
                 raise ConfigError(f"draw: unknown context {key!r}{instead(key, self._context_names)}")
         sampler_name = self.name.partition("+")[0]
         allowed = f"False: sampler {sampler_name} has one density per image"
-        demand(not (same and self.sampler.per_image), "draw(same=)", "True", allowed)
+        demand(not (shared_time and self.sampler.per_image), "draw(shared_time=)", "True", allowed)
         total = total or len(x0) * distributed.ranks(self.group)
         now, (offset, earlier) = self.step if step is None else step, self._samples
         offset = offset if index is None else 0  # indices given by the caller count from the start of the step
@@ -198,13 +198,13 @@ class Strategy:
         else:
             coordinates = coordinates.replace(offset=0, samples_before=None)
         draw_coordinates = coordinates
-        if same:  # one draw; Sobol points continue from the number of draws before, not of samples
+        if shared_time:  # one draw; Sobol points continue from the number of draws before, not of samples
             before = coordinates.samples_before
             draws_before = None if before is None else before // total
             draw_coordinates = coordinates.replace(sample_indices=range(1), batch_size=1, samples_before=draws_before)
         can_prefetch = self._depends_on_step_alone(draw_coordinates)
         tensors = self._prefetched_draws(draw_coordinates) if can_prefetch else self._draw(x0, draw_coordinates)
-        return Draw(coordinates, x0, *(values.expand(len(x0), *times) if same else values for values in tensors))
+        return Draw(coordinates, x0, *(values.expand(len(x0), *times) if shared_time else values for values in tensors))
 
     @property
     def _fixed_weighting(self) -> Weighting:
@@ -473,30 +473,30 @@ def _select_rows(observation: Observation, rows: Tensor, group: distributed.Grou
     )
 
 
-def _join_coordinates(parts: list[RandomCoordinates], ranks: int) -> RandomCoordinates:
+def _join_coordinates(coordinates_by_draw: list[RandomCoordinates], ranks: int) -> RandomCoordinates:
     """Join random coordinates of a step's draws into those of one batch, with samples numbered without gaps.
 
     Draws with different offsets are different micro-batches of all ranks; draws with equal offsets are slices of one.
     Everything but the samples is that of the last draw.
     """
-    last = parts[-1]
+    last = coordinates_by_draw[-1]
     if ranks == 1:
-        count = sum(len(coordinates.sample_indices) for coordinates in parts)
+        count = sum(len(coordinates.sample_indices) for coordinates in coordinates_by_draw)
         return last.replace(offset=0, sample_indices=range(count), batch_size=count)
-    if len(parts) == 1:
+    if len(coordinates_by_draw) == 1:
         return last
     starts: dict[int, int] = {}  # by offset
     total = 0
-    for coordinates in parts:
+    for coordinates in coordinates_by_draw:
         if coordinates.offset not in starts:
             starts[coordinates.offset] = total
             total += coordinates.batch_size
-    joined = last.replace(offset=0, batch_size=total)
+    merged = last.replace(offset=0, batch_size=total)
     indices: list[Any] = []
-    for coordinates in parts:
+    for coordinates in coordinates_by_draw:
         indices.append(coordinates.replace(offset=starts[coordinates.offset]).indices_in_step)
     are_ranges = all(isinstance(sample_indices, range) for sample_indices in indices)
     if are_ranges and all(before.stop == after.start for before, after in pairwise(indices)):
-        return joined.replace(sample_indices=range(indices[0].start, indices[-1].stop))  # needs no copy to the CPU
-    tensors = [joined.replace(sample_indices=sample_indices).index_tensor() for sample_indices in indices]
-    return joined.replace(sample_indices=torch.cat(tensors))
+        return merged.replace(sample_indices=range(indices[0].start, indices[-1].stop))  # needs no copy to the CPU
+    tensors = [merged.replace(sample_indices=sample_indices).index_tensor() for sample_indices in indices]
+    return merged.replace(sample_indices=torch.cat(tensors))

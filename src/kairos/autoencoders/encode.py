@@ -22,7 +22,7 @@ from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_ar
 from kairos.files import check_files, open_record, sha256_json, sync_to_disk, write_json
 from kairos.fingerprint import fingerprint
 from kairos.shapes import EncodedImages, Images
-from kairos.shards import AGAIN, Shard, in_order
+from kairos.shards import AGAIN, Shard, order_shards
 from kairos_timesteps.errors import ConfigError, KairosError
 
 # files of arrays that the stage may write: moments of the images and of the flipped images
@@ -228,7 +228,7 @@ def _merge_shards(folders: Sequence[Path], identity: dict[str, Any], partial: Pa
     # the expected values are those of the first shard.
     shard_identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
     shard_identity["dtype"] = identity.get("dtype")  # None for float32, which is absent from the records of shards
-    ordered_positions = in_order(list(zip(folders, records)), shard_identity, len(rows), batch_size)
+    ordered_positions = order_shards(list(zip(folders, records)), shard_identity, len(rows), batch_size)
     for folder, record in zip(folders, records):
         check_files(folder, record["files"], AGAIN)
 

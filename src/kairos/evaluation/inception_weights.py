@@ -74,29 +74,29 @@ def _offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
 
 
-def missing_network_message(path: str, why: str) -> str:
+def missing_network_message(path: str, reason: str) -> str:
     """Return the error message for a user without the DINOv2 network.
 
     Args:
         path: folder or hub id of the network.
-        why: clause such as "the folder does not exist".
+        reason: clause such as "the folder does not exist".
     """
     return (
-        f"evaluation.extractor: dinov2 needs the network {path} (config.json, model.safetensors), but {why}. Run "
+        f"evaluation.extractor: dinov2 needs the network {path} (config.json, model.safetensors), but {reason}. Run "
         "`kairos fetch` on a machine with a network, or put the files of facebook/dinov2-large into a folder and set "
         "evaluation.extractor.path to it"
     )
 
 
-def missing_weights_message(path: Path, why: str) -> str:
+def missing_weights_message(path: Path, reason: str) -> str:
     """Return the error message for a user without the weights of Inception.
 
     Args:
         path: path of the weights.
-        why: clause such as "the file does not exist".
+        reason: clause such as "the file does not exist".
     """
     return (
-        f"evaluation.extractor: inception needs the weights {path}, but {why}. Run `kairos fetch` on a machine with "
+        f"evaluation.extractor: inception needs the weights {path}, but {reason}. Run `kairos fetch` on a machine with "
         f"a network; or put the file from {URL} there, or set evaluation.extractor.path to it; extractors classifier "
         "and selfsupervised need no weights"
     )

@@ -166,20 +166,20 @@ def load_or_compute(key: Any, compute: Callable[[], RealStatistics]) -> RealStat
     return computed
 
 
-def check_image_count(count: int, width: int, what: str) -> list[str]:
+def check_image_count(count: int, width: int, subject: str) -> list[str]:
     """Return a list with one warning if there are fewer than 10 images per feature, else an empty list.
 
     Args:
         count: number of images.
         width: number of features.
-        what: the images, for the message.
+        subject: the images, for the message.
 
     Raises:
         KairosError: `count` is at most `width`: the covariance does not have full rank, and the distance means little.
     """
     if count <= width:
         raise KairosError(
-            f"{what}: got {count} images, allowed: more than {width}, the number of features "
+            f"{subject}: got {count} images, allowed: more than {width}, the number of features "
             "(fewer make the Fréchet distance meaningless; an extractor with fewer features needs fewer)"
         )
     if count >= 10 * width:
@@ -187,9 +187,9 @@ def check_image_count(count: int, width: int, what: str) -> list[str]:
     return [f"{count} images are fewer than 10 times the {width} features: distances are biased upwards"]
 
 
-def warn(what: str, warning: str) -> None:
-    """Print a warning on stderr about `what`, such as a file or a field."""
-    log(f"warning: {what}: {warning}")
+def warn(subject: str, warning: str) -> None:
+    """Print a warning on stderr about a subject, such as a file or a field."""
+    log(f"warning: {subject}: {warning}")
 
 
 def frechet(options: MetricOptions, statistics: ImageStatistics, comparison: Comparison) -> dict[str, float]:

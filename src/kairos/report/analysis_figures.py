@@ -22,7 +22,7 @@ from kairos.report.plot_style import (
     INK,
     MUTED,
     Label,
-    assign_looks,
+    assign_styles,
     create_figure,
     grid_height,
     label_lines,
@@ -272,10 +272,10 @@ def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
         rows = rows.iloc[1:]  # without t = 0, which a log axis cannot show
         _draw_increment_moments(axes, rows)
         full_height = axes.get_xaxis_transform()  # y = 1 is the upper edge of the axes
-        look: dict[str, Any] = {"fill": True, "alpha": 0.6, "linewidth": 0, "zorder": 0}
+        style: dict[str, Any] = {"fill": True, "alpha": 0.6, "linewidth": 0, "zorder": 0}
         for area, shade in SHADES.items():
             is_in_area = (rows["area"] == area).to_numpy()[:-1]  # a stair is between two times
-            axes.stairs(is_in_area, rows["t"].to_numpy(), color=shade, transform=full_height, **look)
+            axes.stairs(is_in_area, rows["t"].to_numpy(), color=shade, transform=full_height, **style)
         scale = "log" if name in ("ve", "edm") else "linear"  # variance-exploding processes
         axes.set(xscale=scale, yscale="log", xlabel="time t", xlim=(rows["t"].iloc[0], rows["t"].iloc[-1]))
         shares_text = " / ".join(f"{share:.0f}" for share in area_shares)
@@ -391,14 +391,14 @@ def _draw_distance_over_time(axes: Axes, table: pd.DataFrame, experiment: Experi
     ensures that the table contains the baseline.
     """
     labels: list[Label] = []
-    for method, look in assign_looks(list(table["method"].unique()), experiment.baseline).items():
+    for method, style in assign_styles(list(table["method"].unique()), experiment.baseline).items():
         groups = table[(table["method"] == method) & (table["step"] > 0)].groupby("step")
         x, y = groups["relative_time"].mean(), groups["distance"].mean()
         std = groups["distance"].std().fillna(0)
         lower = (y - std).clip(lower=1e-3 * y)  # a log axis has no zero
-        axes.fill_between(x, lower, y + std, color=look["color"], alpha=0.13, linewidth=0)
-        axes.plot(x, y, **look | {"markersize": 4.5})
-        labels.append(Label(float(y.iloc[-1]), method, look["color"], x=float(x.iloc[-1])))
+        axes.fill_between(x, lower, y + std, color=style["color"], alpha=0.13, linewidth=0)
+        axes.plot(x, y, **style | {"markersize": 4.5})
+        labels.append(Label(float(y.iloc[-1]), method, style["color"], x=float(x.iloc[-1])))
     axes.set(yscale="log", xlabel=f"time (1: {experiment.baseline} at its best)", ylabel=table["metric"].iloc[0])
     axes.set_xlim(0, 1.03 * table["relative_time"].max())
     style_log_axis(axes)

@@ -19,7 +19,7 @@ from kairos.report.plot_style import (
     INK,
     MUTED,
     Label,
-    Look,
+    MethodStyle,
     create_figure,
     draw_band,
     draw_method_lines,
@@ -33,7 +33,11 @@ from kairos.report.shown_methods import MOST_SHOWN
 
 _POINTS = 1500  # points of a line; more are not visible
 _LABELLED_LINES = 5  # named lines in a panel with more than MOST_SHOWN lines
-_SWEEP_LOOK: Look = {"color": MUTED, "marker": "o", "linestyle": "-"}  # look of a line that no method determines
+_SWEEP_STYLE: MethodStyle = {
+    "color": MUTED,
+    "marker": "o",
+    "linestyle": "-",
+}  # style of a line that no method determines
 _STRATEGY_COLUMNS = 3  # columns of the grid that has a panel per strategy
 _FLATTENING = 10  # a panel this many times higher than the median panel would flatten the others
 
@@ -47,23 +51,23 @@ def metric_label(name: str) -> str:
     return f"Fréchet distance, {name.removeprefix('frechet_')} features (lower is better)"
 
 
-def draw_training_loss(results: Results, looks: dict[str, Look]) -> Figure:
+def draw_training_loss(results: Results, styles: dict[str, MethodStyle]) -> Figure:
     """Draw smoothed training losses, mean over seeds, in two panels: minimised loss, and squared error without weights.
 
-    A method has no line in a panel if its training log is missing or lacks the loss. Methods without a look are left
+    A method has no line in a panel if its training log is missing or lacks the loss. Methods without a style are left
     out, without a band, because levels of training losses cannot be compared between methods.
     """
     figure, grid = create_figure(7.8, 2.95, 1, 2, column_space=1.9)
     panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
     for axes, (column, title) in zip(grid[0], panels):
         lines = {}
-        for method in looks:
+        for method in styles:
             logs = [run.metrics for run in results.runs_of(method)]
             losses = [log.set_index("step")[column] for log in logs if column in log]  # one per seed
             if losses:
                 lines[method] = _smooth_mean(losses)
         settings = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)", "yscale": "log"}
-        draw_method_lines(axes, looks, lines, settings)
+        draw_method_lines(axes, styles, lines, settings)
     return figure
 
 
@@ -79,11 +83,11 @@ def _smooth_mean(losses: "list[pd.Series[float]]") -> "pd.Series[float]":
     return smoothed.iloc[::stride]
 
 
-def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
+def draw_validation_loss(results: Results, styles: dict[str, MethodStyle]) -> Figure:
     """Draw the validation loss per timestep at the last snapshot, mean over seeds, in two or three panels.
 
     The panels are the loss on a linear and on a logarithmic axis, and below them its ratio to the baseline's loss.
-    Without a baseline the third panel is left out. Methods without a look are a grey band. The caller ensures that all
+    Without a baseline the third panel is left out. Methods without a style are a grey band. The caller ensures that all
     runs have validation losses, see `Results.has_validation_losses`.
     """
     baseline = results.baseline
@@ -95,7 +99,7 @@ def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     for axes, scale in zip(grid[0], ("linear", "log")):
         title = f"Loss per timestep, {scale} axis"
         labelled = scale == "log"  # the labels of the right panel serve both panels
-        draw_method_lines(axes, looks, losses, settings | {"title": title, "yscale": scale}, labelled=labelled)
+        draw_method_lines(axes, styles, losses, settings | {"title": title, "yscale": scale}, labelled=labelled)
     if baseline is None:
         return figure
     # one panel as wide as the second row
@@ -105,7 +109,7 @@ def draw_validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     axes = figure.add_subplot(whole_row)
     ratios = {method: values / losses[baseline] for method, values in losses.items()}
     settings |= {"ylabel": f"loss / loss of {baseline}", "title": f"Relative to {baseline}: below 1 is better there"}
-    draw_method_lines(axes, looks, ratios, settings | {"yscale": "log"})
+    draw_method_lines(axes, styles, ratios, settings | {"yscale": "log"})
     return figure
 
 
@@ -118,10 +122,10 @@ def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
     return pd.concat(losses_by_seed, axis=1).mean(axis=1)
 
 
-def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> Figure:
+def draw_distance(results: Results, styles: dict[str, MethodStyle], over_time: bool) -> Figure:
     """Draw the primary metric of every method against optimizer steps, or against training time if `over_time`.
 
-    Values are means over seeds, with a bar and a band of one standard deviation. Methods without a look are a grey
+    Values are means over seeds, with a bar and a band of one standard deviation. Methods without a style are a grey
     band. Reference rows are dashed lines. The y axis is logarithmic. Points without a known value or time are left out.
     """
     figure, grid = create_figure(5.85, 4.25)
@@ -132,14 +136,14 @@ def draw_distance(results: Results, looks: dict[str, Look], over_time: bool) -> 
     unit, unit_seconds = _choose_time_unit(longest_seconds)
     labels = []
     right_end = 0.0  # right end of the shown curves
-    for method, look in looks.items():
+    for method, style in styles.items():
         curve = curves[method]
         x = curve.seconds / unit_seconds if over_time else curve.steps
-        label = _draw_distance_curve(axes, curve, x, method, look)
+        label = _draw_distance_curve(axes, curve, x, method, style)
         assert label.x is not None  # labels of these curves have an x
         right_end = max(right_end, label.x)
         labels.append(label)
-    other_curves = [curve for method, curve in curves.items() if method not in looks]
+    other_curves = [curve for method, curve in curves.items() if method not in styles]
     if other_curves:
         labels.append(_draw_other_curves(axes, other_curves, unit_seconds if over_time else None))
     labels += _draw_reference_rows(axes, results)
@@ -169,7 +173,7 @@ def _choose_time_unit(longest: float) -> tuple[str, int]:
     return "s", 1
 
 
-def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, look: Look) -> Label:
+def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, style: MethodStyle) -> Label:
     """Draw a distance curve with bars and a band of one standard deviation, and return the label of its end.
 
     Points with an unknown value or `x` are left out. The caller ensures that a point is known: the time of step 0 is
@@ -180,14 +184,14 @@ def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, l
     x, mean = x[is_known], curve.mean[is_known]
     std_above = np.nan_to_num(curve.std[is_known])  # no band where it is unknown
     std_below = np.minimum(std_above, mean * 0.999)  # a log axis has no zero
-    axes.fill_between(x, mean - std_below, mean + std_above, color=look["color"], alpha=0.13, linewidth=0)
-    style = look | {"markersize": 4.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2, "label": method}
+    axes.fill_between(x, mean - std_below, mean + std_above, color=style["color"], alpha=0.13, linewidth=0)
+    style = style | {"markersize": 4.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2, "label": method}
     axes.errorbar(x, mean, [std_below, std_above], **style)
-    return Label(float(mean[-1]), method, look["color"], bold=True, x=float(x[-1]))
+    return Label(float(mean[-1]), method, style["color"], bold=True, x=float(x[-1]))
 
 
 def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None) -> Label:
-    """Draw the range and the median of the curves of methods without a look, and return the label of the range.
+    """Draw the range and the median of the curves of methods without a style, and return the label of the range.
 
     A step is included if any curve has it. The x axis is the step if `unit_seconds` is None. Otherwise it is the
     training time up to the step, mean over methods, in units of `unit_seconds`. The caller writes the label.
@@ -246,7 +250,7 @@ def group_swept_methods(methods: Sequence[str]) -> dict[str, dict[str, dict[str,
     return groups
 
 
-def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
+def draw_distance_by_option(results: Results, styles: dict[str, MethodStyle]) -> Figure:
     """Draw the primary metric at each method's last snapshot against each option of a sweep, a panel per option.
 
     A line connects the methods that differ in this option alone. Points are means over seeds. If a panel has more than
@@ -260,7 +264,7 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
     figure, grid = create_figure(4.6, height, len(lines_by_option), row_space=0.8)
     for axes, (option, lines) in zip(grid[:, 0], lines_by_option.items()):
         positions = _option_positions(lines)
-        labels = _draw_sweep_lines(axes, results, looks, lines, positions)
+        labels = _draw_sweep_lines(axes, results, styles, lines, positions)
         baseline = results.baseline
         if baseline is not None and not parse_sweep_name(baseline):  # a baseline outside of the sweep
             final_value = float(build_curve(results.measurements, baseline).mean[-1])
@@ -280,15 +284,15 @@ def draw_distance_by_option(results: Results, looks: dict[str, Look]) -> Figure:
 def _draw_sweep_lines(
     axes: Axes,
     results: Results,
-    looks: dict[str, Look],
+    styles: dict[str, MethodStyle],
     lines: dict[str, dict[str, str]],
     positions: dict[str, Any],
 ) -> list[Label]:
     """Draw the lines of a panel of a swept option, and return their labels.
 
     A point is a method's mean at its last snapshot, and its bar is the standard deviation there, see `Curve`. A line
-    has the look of its first method that has one. Lines that are not labelled are thin, grey and without bars, and have
-    one label in common. The caller makes the y axis logarithmic, and writes the labels.
+    has the style of its first method that has one. Lines that are not labelled are thin, grey and without bars, and
+    have one label in common. The caller makes the y axis logarithmic, and writes the labels.
 
     Args:
         lines: for each line, named without the option, its methods by value of the option.
@@ -308,10 +312,10 @@ def _draw_sweep_lines(
             end_of_last_grey_line = x[-1], y[-1]
             continue
         std = np.nan_to_num([curve.std[-1] for curve in curves])  # no bar where it is unknown
-        looks_of_line = [looks[method] for method in methods if method in looks]
-        look = looks_of_line[0] if looks_of_line else _SWEEP_LOOK
-        axes.errorbar(x, y, std, **look, markersize=4.5, capsize=2)
-        labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
+        styles_of_line = [styles[method] for method in methods if method in styles]
+        style = styles_of_line[0] if styles_of_line else _SWEEP_STYLE
+        axes.errorbar(x, y, std, **style, markersize=4.5, capsize=2)
+        labels.append(Label(y[-1], name, style["color"], bold=True, x=x[-1]))
     if end_of_last_grey_line is not None:
         label_x, label_y = end_of_last_grey_line
         grey_line_count = len(lines) - len(labelled_names)
@@ -349,8 +353,8 @@ def _option_positions(lines: dict[str, dict[str, str]]) -> dict[str, Any]:
     return dict(zip(values, numbers.astype(float)))
 
 
-def draw_strategies(results: Results, looks: dict[str, Look], column: str, label: str, scale: str) -> Figure:
-    """Draw a column of the strategy tables, multiplied by T, over time, with a panel per method with a look.
+def draw_strategies(results: Results, styles: dict[str, MethodStyle], column: str, label: str, scale: str) -> Figure:
+    """Draw a column of the strategy tables, multiplied by T, over time, with a panel per method with a style.
 
     A strategy that changes has a line per seed and snapshot, any other strategy a single one. All panels have equal
     limits of the y axis, and a dashed line at 1. A line may leave a linear axis, see `_set_common_linear_limit`. A note
@@ -358,12 +362,12 @@ def draw_strategies(results: Results, looks: dict[str, Look], column: str, label
 
     Args:
         results: results of the experiment.
-        looks: look of each method that has a panel.
+        styles: style of each method that has a panel.
         column: ``p`` for the density, ``effective`` for density times weight.
         label: label of the y axis.
         scale: scale of the y axis, ``linear`` or ``log``.
     """
-    methods = [method for method in results.methods if method in looks]
+    methods = [method for method in results.methods if method in styles]
     steps = results.experiment.milestones
     time_settings = time_axis_settings(results.experiment.diffusion.process.name)
     # the grid, without panels for which there is no method

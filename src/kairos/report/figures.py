@@ -11,7 +11,7 @@ from kairos.report import curve_figures, plot_style, sample_figures
 from kairos.report.collect import Results
 from kairos.report.shown_methods import select_shown_methods
 
-DrawFunction = Callable[[Results, dict[str, plot_style.Look]], Figure]
+DrawFunction = Callable[[Results, dict[str, plot_style.MethodStyle]], Figure]
 
 FIGURES: dict[str, DrawFunction] = {
     "metric_vs_steps": partial(curve_figures.draw_distance, over_time=False),
@@ -66,10 +66,10 @@ def draw_figures(results: Results, folder: Path) -> None:
         KairosError: a file that a figure shows is missing or damaged, or methods are to be selected without a common
             snapshot (see `select_shown_methods`).
     """
-    looks = plot_style.assign_looks(select_shown_methods(results), results.baseline)
+    styles = plot_style.assign_styles(select_shown_methods(results), results.baseline)
     for name, draw in available_figures(results).items():
         with matplotlib.rc_context(plot_style.STYLE):
-            figure = draw(results, looks)
+            figure = draw(results, styles)
             box = plot_style.tight_bounding_box(figure)  # once: savefig would draw the figure again for each file
             figure.savefig(folder / f"{name}.png", dpi=plot_style.DPI, bbox_inches=box)
             # no date: equal results give equal bytes

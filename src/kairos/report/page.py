@@ -13,7 +13,7 @@ from kairos.models.settings import omit_overridden_size
 from kairos.report import findings, formatting, published_numbers
 from kairos.report.collect import Record, Results, RunResults, SnapshotResults
 from kairos.report.figures import available_figures
-from kairos.report.plot_style import BAND, DPI, Look, assign_looks
+from kairos.report.plot_style import BAND, DPI, MethodStyle, assign_styles
 from kairos.report.ranking import build_curve, compare_methods, has_not_moved
 from kairos.report.shown_methods import select_shown_methods
 from kairos.sampling.settings import GUIDANCE, SOLVERS
@@ -39,7 +39,7 @@ def render_page(results: Results, figures: Path) -> str:
     protocol = last_snapshot.evaluation["protocol"]
     final_metrics = [run.last_snapshot.evaluation["metrics"] for run in results.runs]
     common = results.measurements.common_measurements
-    looks = assign_looks(select_shown_methods(results), results.baseline)
+    styles = assign_styles(select_shown_methods(results), results.baseline)
 
     def final_value(method: str, column: str) -> float:
         """Return a column of a method at the last common snapshot, mean over seeds; NaN if a seed lacks it."""
@@ -58,13 +58,13 @@ def render_page(results: Results, figures: Path) -> str:
         validation=_validation_size(results),
         last_step=max(snapshot.step for _, snapshot in results.run_snapshots),
         ranked=comparisons[0].is_ranked,
-        looks=looks,
+        styles=styles,
         other_color=BAND,
         rows_shown=_ROWS_SHOWN,
-        learned_rows=_list_learned_snapshots(results, looks),
+        learned_rows=_list_learned_snapshots(results, styles),
         outcome=findings.summarise_outcome(results, comparisons),
         warnings=[*results.notes, *findings.find_warnings(results)],
-        curves=_tabulate_curves(results, looks),
+        curves=_tabulate_curves(results, styles),
         # True for a method if none of its runs has moved its sampler from the start
         unmoved={method: all(map(has_not_moved, results.runs_of(method))) for method in results.methods},
         has_not_moved=has_not_moved,
@@ -86,27 +86,29 @@ def render_page(results: Results, figures: Path) -> str:
     )
 
 
-def _tabulate_curves(results: Results, looks: dict[str, Look]) -> dict[str, dict[float, tuple[float, float]]]:
+def _tabulate_curves(results: Results, styles: dict[str, MethodStyle]) -> dict[str, dict[float, tuple[float, float]]]:
     """Return mean and standard deviation of the primary metric by method and step, ``{method: {step: (mean, std)}}``.
 
-    All methods are included: those with a look come first, and otherwise the order of the configuration is kept. Steps
+    All methods are included: those with a style come first, and otherwise the order of the configuration is kept. Steps
     ascend. Both numbers are from `build_curve`, and NaN if unknown.
     """
     values_by_method = {}
-    for method in sorted(results.methods, key=lambda method: method not in looks):  # False sorts before True
+    for method in sorted(results.methods, key=lambda method: method not in styles):  # False sorts before True
         curve = build_curve(results.measurements, method)
         means_with_stds = zip(curve.mean, curve.std)
         values_by_method[method] = dict(zip(curve.steps, means_with_stds))
     return values_by_method
 
 
-def _list_learned_snapshots(results: Results, looks: dict[str, Look]) -> list[tuple[RunResults, SnapshotResults]]:
+def _list_learned_snapshots(
+    results: Results, styles: dict[str, MethodStyle]
+) -> list[tuple[RunResults, SnapshotResults]]:
     """Return all snapshots of the runs whose sampler learns, as pairs (run, snapshot).
 
-    Methods that have a look come first; otherwise the order of `Results.run_snapshots` is kept.
+    Methods that have a style come first; otherwise the order of `Results.run_snapshots` is kept.
     """
     learned = [(run, snapshot) for run, snapshot in results.run_snapshots if run.learns_sampler]
-    return sorted(learned, key=lambda run_and_snapshot: run_and_snapshot[0].method not in looks)
+    return sorted(learned, key=lambda run_and_snapshot: run_and_snapshot[0].method not in styles)
 
 
 def _split_provenance(results: Results) -> tuple["pd.Series[str]", pd.DataFrame]:

@@ -24,13 +24,13 @@ from scipy.optimize import isotonic_regression
 from kairos_timesteps.components import PROCESSES
 
 DPI = 160  # resolution of PNG files
-# colours of texts and lines, of secondary texts and lines, and of the band of methods without a look
+# colours of texts and lines, of secondary texts and lines, and of the band of methods without a style
 INK, MUTED, BAND = "#1f2328", "#667079", "#c3c9ce"
 # Okabe and Ito's palette, distinct in every common colour blindness; its yellow is too light, and the baseline is black
 _COLORS = cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3"])
 _MARKERS = cycler(marker=["s", "D", "^", "v", "P", "X", "p"])
 _DASHES = cycler(linestyle=["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5))])
-Look = dict[str, Any]  # how a method is drawn: color, marker and linestyle, in matplotlib's terms
+MethodStyle = dict[str, Any]  # how a method is drawn: color, marker and linestyle, in matplotlib's terms
 
 # the thin line from the right edge of the axes to a label, as `arrowprops` of matplotlib's `annotate`
 _LEADER = {"arrowstyle": "-", "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
@@ -60,19 +60,19 @@ class Label:
     x: float | None = None
 
 
-def assign_looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
-    """Return a look for each method, by its position among the methods without the baseline.
+def assign_styles(methods: Sequence[str], baseline: str | None) -> dict[str, MethodStyle]:
+    """Return a style for each method, by its position among the methods without the baseline.
 
-    These looks repeat after 28 methods. The baseline is black and the last entry, even if it is not among the methods.
+    These styles repeat after 28 methods. The baseline is black and the last entry, even if it is not among the methods.
     """
     others = [method for method in methods if method != baseline]
     # cyclers: + pairs the entries, * combines all. A colour has one marker, and the dash changes after all colours
-    look_cycler = _DASHES * (_COLORS + _MARKERS)
-    endless_looks = look_cycler()  # a call repeats the cycle without end
-    looks: dict[str, Look] = dict(zip(others, endless_looks))
+    style_cycler = _DASHES * (_COLORS + _MARKERS)
+    endless_styles = style_cycler()  # a call repeats the cycle without end
+    styles: dict[str, MethodStyle] = dict(zip(others, endless_styles))
     if baseline is not None:
-        looks[baseline] = {"color": "#000000", "marker": "o", "linestyle": "-"}
-    return looks
+        styles[baseline] = {"color": "#000000", "marker": "o", "linestyle": "-"}
+    return styles
 
 
 def create_figure(
@@ -194,27 +194,27 @@ def style_log_axis(axes: Axes) -> None:
 
 
 def draw_method_lines(
-    axes: Axes, looks: dict[str, Look], lines: dict[str, Any], settings: dict[str, Any], labelled: bool = True
+    axes: Axes, styles: dict[str, MethodStyle], lines: dict[str, Any], settings: dict[str, Any], labelled: bool = True
 ) -> None:
-    """Draw one line per method with the method's name at its end, and a grey band for the methods without a look.
+    """Draw one line per method with the method's name at its end, and a grey band for the methods without a style.
 
-    Methods with a look but without a line are left out. Lines have no markers. The function also sets the axes, and
+    Methods with a style but without a line are left out. Lines have no markers. The function also sets the axes, and
     removes the margins of the x axis.
 
     Args:
         axes: axes that receive the lines.
-        looks: look of each method that has a line.
+        styles: style of each method that has a line.
         lines: pandas Series of each method, not empty; its index is the x axis.
         settings: arguments of ``axes.set``, such as title and scales. The y axis is linear without a ``yscale``.
         labelled: False draws no names, neither of lines nor of the band.
     """
     labels = []
-    for method, look in looks.items():
+    for method, style in styles.items():
         if method in lines:
             line = lines[method]
-            axes.plot(line.index, line, **look | {"marker": "", "label": method}, linewidth=1.4)
-            labels.append(Label(float(line.iloc[-1]), method, look["color"]))
-    other_lines = [line for method, line in lines.items() if method not in looks]
+            axes.plot(line.index, line, **style | {"marker": "", "label": method}, linewidth=1.4)
+            labels.append(Label(float(line.iloc[-1]), method, style["color"]))
+    other_lines = [line for method, line in lines.items() if method not in styles]
     if other_lines:
         table = pd.concat(other_lines, axis=1)
         labels.append(draw_band(axes, x=table.index.to_numpy(float), values=table.to_numpy(float).T))

@@ -13,20 +13,20 @@ from PIL import Image
 from kairos.data.dataset import open_dataset
 from kairos.data.image_grid import Picture, tile_images
 from kairos.report.collect import Results, load_real_images
-from kairos.report.plot_style import INK, MUTED, Look, create_figure
+from kairos.report.plot_style import INK, MUTED, MethodStyle, create_figure
 from kairos.sampling.samples_file import open_samples
 
 _IMAGES_ONE_BY_ONE = 4  # images that are shown by method and snapshot
 _CONDITIONED_IMAGES = 8  # captions or low-resolution images that are shown
 
 
-def draw_samples_over_training(results: Results, looks: dict[str, Look]) -> Figure:
+def draw_samples_over_training(results: Results, styles: dict[str, MethodStyle]) -> Figure:
     """Draw the sample grids of the first seed, a row per method and a column per snapshot; missing ones are blank.
 
-    In an unfinished experiment, the first seed is the first one that the method has. Methods without a look are left
+    In an unfinished experiment, the first seed is the first one that the method has. Methods without a style are left
     out.
     """
-    methods = _select_methods(results, looks)
+    methods = _select_methods(results, styles)
     steps = results.experiment.milestones
     side = min(1.9, 9.0 / len(steps))  # inches of a sample grid
     width, height = side * len(steps) + 0.05, side * len(methods)
@@ -43,15 +43,15 @@ def draw_samples_over_training(results: Results, looks: dict[str, Look]) -> Figu
     return figure
 
 
-def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
+def draw_final_samples(results: Results, styles: dict[str, MethodStyle]) -> Figure:
     """Draw a panel with a grid of real images, then a panel per method with its last sample grid, of the first seed.
 
-    The real images are held out if possible, see `load_real_images`. Methods without a look are left out. The panels
+    The real images are held out if possible, see `load_real_images`. Methods without a style are left out. The panels
     fill rows of four.
     """
     real_label, images = load_real_images(results.folder, results.experiment.sampling.grid)
     pictures = [(real_label, tile_images(images))]
-    for method in _select_methods(results, looks):
+    for method in _select_methods(results, styles):
         pictures.append((method, load_sample_grid(results.runs_of(method)[0].last_snapshot.grid_file)))
     columns = min(4, len(pictures))
     rows = math.ceil(len(pictures) / columns)
@@ -65,13 +65,13 @@ def draw_final_samples(results: Results, looks: dict[str, Look]) -> Figure:
     return figure
 
 
-def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
+def draw_image_by_image(results: Results, styles: dict[str, MethodStyle]) -> Figure:
     """Draw the first four samples, a panel per sample with a row per method and a column per snapshot.
 
     Samples are from the first seed that has the snapshot; the cell of a snapshot that no seed has is white. The caller
-    ensures that the samples of all snapshots are saved. Methods without a look are left out.
+    ensures that the samples of all snapshots are saved. Methods without a style are left out.
     """
-    methods = _select_methods(results, looks)
+    methods = _select_methods(results, styles)
     steps = results.experiment.milestones
     # the images of every cell
     first_images: dict[tuple[str, int], np.ndarray] = {}  # (images, height, width, channels) by method, step
@@ -103,17 +103,17 @@ def draw_image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
     return figure
 
 
-def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure:
+def draw_conditional_samples(results: Results, styles: dict[str, MethodStyle]) -> Figure:
     """Draw the first conditions (captions or low-resolution images), their real images, and each method's last samples.
 
     Each row shows one condition; there are at most eight. The columns are the low-resolution image, if the experiment
     has such a condition, the real image, and each method's sample of the first seed. Captions are left of the row.
-    Methods without a look are left out. The caller ensures that the samples of the last snapshots are saved, and that
-    at least one method has a look.
+    Methods without a style are left out. The caller ensures that the samples of the last snapshots are saved, and that
+    at least one method has a style.
     """
     from kairos.sampling.conditions import select_condition_sources  # imports torch, which other figures do not need
 
-    methods = _select_methods(results, looks)
+    methods = _select_methods(results, styles)
     snapshots = {}
     samples = {}
     for method in methods:
@@ -156,9 +156,9 @@ def draw_conditional_samples(results: Results, looks: dict[str, Look]) -> Figure
     return figure
 
 
-def _select_methods(results: Results, looks: dict[str, Look]) -> list[str]:
-    """Return the methods that have a look, in the order of the configuration."""
-    return [method for method in results.methods if method in looks]
+def _select_methods(results: Results, styles: dict[str, MethodStyle]) -> list[str]:
+    """Return the methods that have a style, in the order of the configuration."""
+    return [method for method in results.methods if method in styles]
 
 
 def load_sample_grid(path: Path) -> Picture:

@@ -19,7 +19,7 @@ from kairos.report.plot_style import DPI, INK, MUTED, STYLE, create_figure, time
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#D55E00", "#009E73", "#C0001A"
 SHADES = {"acceleration": "#F3C9A8", "steady": "#DCD3EE", "deceleration": "#BFD9EC", "convergence": "#E3E5E8"}
 _PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}  # behind a text
-_COMPARED: dict[str, Any] = {"color": "#CC79A7", "linestyle": (0, (4, 1.5))}  # look of a second strategy
+_COMPARED: dict[str, Any] = {"color": "#CC79A7", "linestyle": (0, (4, 1.5))}  # style of a second strategy
 _BOUNDARY: dict[str, Any] = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 2))}
 _STAIRS = 60  # timesteps up to which each one is drawn as a step
 _STRATEGY_HEIGHT = 2.05  # inches of the panels of a strategy
@@ -140,8 +140,8 @@ def draw_strategy(
 def _write_descriptions(figure: Figure, title: str, lines: Sequence[str], compared: ComparedStrategy | None) -> None:
     """Write name and description of a strategy above the panels, and of the compared one on the right.
 
-    With a compared strategy, a short line before each name shows the look of its curves. Long lines of the descriptions
-    are wrapped.
+    With a compared strategy, a short line before each name shows the style of its curves. Long lines of the
+    descriptions are wrapped.
     """
     if compared is None:
         names, descriptions = [title], [_wrap_lines(lines, width=150)]
@@ -158,8 +158,8 @@ def _write_descriptions(figure: Figure, title: str, lines: Sequence[str], compar
         indent = 0.0
         if compared is not None:
             indent = 0.045
-            look = {"color": MUTED} if column == 0 else _COMPARED
-            figure.add_artist(Line2D([left, left + 0.035], [line_height, line_height], linewidth=1.8, **look))
+            style = {"color": MUTED} if column == 0 else _COMPARED
+            figure.add_artist(Line2D([left, left + 0.035], [line_height, line_height], linewidth=1.8, **style))
         figure.text(left + indent, name_top, name, va="top", fontsize=13, fontweight="bold")
         text = "\n".join(description)
         figure.text(left, description_top, text, va="top", fontsize=8.5, color=MUTED, linespacing=1.35)
@@ -345,11 +345,11 @@ def _draw_increment_panel(
 def _shade_areas(axes: Axes, increments: Increments) -> None:
     """Draw the areas as background over the full height, with dashed lines at the boundaries that are not None."""
     areas = increments.area()
-    look: dict[str, Any] = {"fill": True, "alpha": 0.55, "linewidth": 0, "zorder": 0}
+    style: dict[str, Any] = {"fill": True, "alpha": 0.55, "linewidth": 0, "zorder": 0}
     full_height = axes.get_xaxis_transform()  # y = 1 is the upper edge of the axes
     for name, shade in SHADES.items():
         is_in_area = areas[:-1] == name  # a stair is between two times
-        axes.stairs(is_in_area, increments.t, color=shade, transform=full_height, **look)
+        axes.stairs(is_in_area, increments.t, color=shade, transform=full_height, **style)
     for boundary in (increments.deceleration, increments.convergence):
         if boundary is not None:
             axes.axvline(boundary, **_BOUNDARY, zorder=1)
@@ -414,8 +414,8 @@ def _draw_variance_histogram(axes: Axes, increments: Increments, areas: np.ndarr
     # the weight of a timestep is its percentage of all timesteps
     weights = [np.full(len(variances), 100 / len(areas)) for variances in variances_by_area]
     shades = [SHADES[name] for name in names]
-    look: dict[str, Any] = {"color": shades, "edgecolor": MUTED, "linewidth": 0.6}
-    axes.hist(variances_by_area, edges.tolist(), weights=weights, stacked=True, **look)
+    style: dict[str, Any] = {"color": shades, "edgecolor": MUTED, "linewidth": 0.6}
+    axes.hist(variances_by_area, edges.tolist(), weights=weights, stacked=True, **style)
     axes.set(title="Timesteps by variance, %", xlabel="variance by the paper's formula")
     axes.grid(axis="x", visible=False)
 

@@ -23,7 +23,7 @@ from kairos import resource_usage
 from kairos.array_shapes import ImageArray, ImageBatch
 from kairos.data.arrays import ArrayFile, iterate_blocks, write_npy_header
 from kairos.files import atomic
-from kairos.shards import AGAIN, in_order
+from kairos.shards import AGAIN, order_shards
 from kairos_timesteps.errors import KairosError
 
 _BLOCK = 1 << 20  # bytes read at a time
@@ -143,7 +143,7 @@ def merge_shards(paths: Sequence[Path], protocol: dict[str, Any], num: int, batc
         except KairosError as error:
             raise KairosError(f"{error}; {AGAIN}") from None
     shard_protocols = [(path, shard.protocol) for path, shard in zip(paths, shards)]
-    order = in_order(shard_protocols, protocol, count=num, batch_size=batch_size)
+    order = order_shards(shard_protocols, protocol, count=num, batch_size=batch_size)
     return iterate_blocks([shards[index].images for index in order], batch_size)
 
 

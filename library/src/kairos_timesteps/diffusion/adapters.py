@@ -50,8 +50,8 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
         dynamic = getattr(config, "use_dynamic_shifting", False)  # depends on the image when sampling; trained without
         return Flow(time_scale=float(config.num_train_timesteps), shift=1.0 if dynamic else float(config.shift))
     if hasattr(process, "alphas_cumprod"):
-        wanted = getattr(config, "prediction_type", None)
-        return Discrete(_of_scheduler(process), _PREDICTIONS.get(str(wanted), prediction))
+        prediction_type = getattr(config, "prediction_type", None)
+        return Discrete(_of_scheduler(process), _PREDICTIONS.get(str(prediction_type), prediction))
     try:
         return Discrete(_name_if_linear(NoiseSchedule.of_alphas_cumprod(_numbers(process))), prediction)
     except (TypeError, ValueError, RuntimeError):

@@ -56,9 +56,9 @@ class Uniform(FixedDensity):
         start, end = options.start, options.end
         demand(end is None or start < end, "start and end", f"{start} and {end}", "start < end")
         if options.importance and not options.floor and (start or end is not None):
-            why = "timesteps outside are never drawn, so importance weights cannot correct for them"
+            reason = "timesteps outside are never drawn, so importance weights cannot correct for them"
             raise ValueRejected(
-                f"importance: got true with a range of timesteps; {why}; allowed: false, or a floor above 0"
+                f"importance: got true with a range of timesteps; {reason}; allowed: false, or a floor above 0"
             )
 
     @staticmethod

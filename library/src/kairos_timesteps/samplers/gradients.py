@@ -39,7 +39,7 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
     start: int = option(3, "measurements before the density is first set", ge=1)
 
     gradients = 1
-    kept = ("_values", "updates")
+    state_names = ("_values", "updates")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0, prior: Sampler | None = None):
         super().__init__(options, schedule, seed)
@@ -173,7 +173,7 @@ class Auto(GradientNorm):
     points = "systematic"
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        prior = LogSnr(parse(LogSnr, {"law": "secant", "scale": 1.0}), schedule)
+        prior = LogSnr(parse(LogSnr, {"distribution": "secant", "scale": 1.0}), schedule)
         super().__init__(options, schedule, seed, prior)
 
     def relative_masses(self, values: Array) -> Array:

@@ -70,7 +70,7 @@ class InfoNoise(FollowsErrors):
 
     stated_for = "v"
     per_log_snr = False
-    kept = ("_sums", "_means", "_measured", "_pivot", "_taken", "updates", "_masses")
+    state_names = ("_sums", "_means", "_measured", "_pivot", "_taken", "updates", "_masses")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)

@@ -58,7 +58,7 @@ class LogSnrDensity(TableDensity, FixedDensity):
 class SymmetricLogSnr(LogSnrDensity):
     """Base of densities of lambda by a symmetric distribution, with a location and a scale on each side of it."""
 
-    law: str
+    distribution: str
     location: float
     scale: float
     scale_above: float | None = None
@@ -70,7 +70,7 @@ class SymmetricLogSnr(LogSnrDensity):
 
     def tails(self, level: Values) -> tuple[Values, Values]:
         """Return the probabilities of lambda below and above `level`, elementwise."""
-        cdf, _ = DISTRIBUTIONS[self.law]
+        cdf, _ = DISTRIBUTIONS[self.distribution]
         scale_below, scale_above, share_below = self._sides()
         distance = abs(level - self.location)
         # probability beyond `level` on its side of the location, if that side is below or above; precise near 0
@@ -84,7 +84,7 @@ class SymmetricLogSnr(LogSnrDensity):
 
     def log_snr_quantile(self, p: Values) -> Values:
         """Return the p-quantile of lambda, elementwise."""
-        _, quantile = DISTRIBUTIONS[self.law]
+        _, quantile = DISTRIBUTIONS[self.distribution]
         scale_below, scale_above, share_below = self._sides()
         where = namespace(p).where
         is_below = p < share_below
@@ -108,7 +108,7 @@ class LogSnr(SymmetricLogSnr):
     `scale_above` another scale holds above the location, and the density stays continuous (k-diffusion's split normal).
     """
 
-    law: str = option(
+    distribution: str = option(
         "laplace", "distribution of ln SNR", choices=("normal", "laplace", "logistic", "cauchy", "secant")
     )
     location: float = option(0.0, "middle of ln SNR")
@@ -127,7 +127,7 @@ class EdmLogNormal(SymmetricLogSnr):
 
     mean: float = option(-1.2, "mean of ln sigma, sigma² = 1/SNR")
     std: float = option(1.2, "standard deviation of ln sigma", gt=0)
-    law = "normal"
+    distribution = "normal"
 
     @property
     def location(self) -> float:  # type: ignore[override]  # computed from an option, not set

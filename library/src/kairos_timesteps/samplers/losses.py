@@ -28,7 +28,7 @@ class FollowsLosses(Learned, TableDensity):
     """
 
     importance = True
-    kept: tuple[str, ...] = ("updates", "_masses")
+    state_names: tuple[str, ...] = ("updates", "_masses")
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
@@ -49,7 +49,7 @@ class FollowsLosses(Learned, TableDensity):
             raise rejection(f"{type(self).__name__}: observe", "no losses", allowed)
         losses = self.followed_losses(observation).double()
         is_numpy_state = isinstance(self._masses, np.ndarray)  # before the first step after a start or a resume
-        for name in self.kept:
+        for name in self.state_names:
             value = getattr(self, name)
             if hasattr(value, "shape"):
                 setattr(self, name, torch.as_tensor(value, device=losses.device))
@@ -57,8 +57,8 @@ class FollowsLosses(Learned, TableDensity):
             self.restored()
         coordinates = observation.coordinates
         stacked = torch.stack([observation.fractions, losses], 1)
-        joined = distributed.join_ranks(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
-        fractions, losses = joined.transpose(0, 1).flatten(1)
+        observed = distributed.join_ranks(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
+        fractions, losses = observed.transpose(0, 1).flatten(1)
         self.add_losses(self.schedule.cells(fractions), losses)
 
     def followed_losses(self, observation: Observation) -> Any:
@@ -87,7 +87,7 @@ class LossSecondMoment(FollowsLosses):
     floor: float = option(0.001, "share of draws that are uniform instead", gt=0, lt=1)
     history: int = option(10, "losses kept per timestep; uniform until each has them", ge=1)
 
-    kept = ("_losses", "_counts", "updates", "_masses")
+    state_names = ("_losses", "_counts", "updates", "_masses")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -129,7 +129,7 @@ class SmoothedLosses(FollowsLosses):
     start: int = option(100, "warm-up steps with the initial density", ge=1)
     frequency: int = option(10, "steps between updates of the density", ge=1)
 
-    kept = ("_sums", "_taken", "updates", "_masses")
+    state_names = ("_sums", "_taken", "updates", "_masses")
     power = 1
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):

@@ -34,7 +34,7 @@ class CoarseToFine(Learned, AutoWeighting):
     copied to the CPU every 50 steps, which synchronises with the device once.
     """
 
-    kept = ("_share",)
+    state_names = ("_share",)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
         super().__init__(options, schedule, prediction)
