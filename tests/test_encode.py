@@ -230,7 +230,7 @@ def encode_shard(results, text, batch_size=16, device="cpu", **changes):
 
 
 def merge_shards(results, shards):
-    """Join folders of shards; returns the manifest."""
+    """Merge the folders of shards, and return the manifest."""
     dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
     return encode(dataset, codec, results / "merged", True, 16, shard_folders=shards)
 
@@ -257,9 +257,9 @@ def test_shards_of_a_gpu_are_merged_on_a_cpu(results, latents):
 
 def test_a_shard_that_cannot_be_merged_is_reported(results):
     first, second = (encode_shard(results, text) for text in ("1of2", "2of2"))
-    with pytest.raises(KairosError, match=r"shard1of2: holds shard 1 of 2, as .*shard1of2 does; delete"):
+    with pytest.raises(KairosError, match=r"shard1of2: contains shard 1 of 2, which .*shard1of2 also contains; delete"):
         merge_shards(results, [first, first])
-    with pytest.raises(KairosError, match=r"shard1of2: is one of 2 shards, but 1 are given"):
+    with pytest.raises(KairosError, match=r"shard1of2: belongs to 2 shards, got 1"):
         merge_shards(results, [first])
     with open(second / "logvar_flipped.npy", "r+b") as file:
         file.truncate(500)

@@ -90,7 +90,7 @@ def test_sampling_and_evaluation_share_a_job_and_every_job_has_memory_and_time(j
     assert all(resources["mem_mb"] and resources["runtime"] for rules, resources in plain if rules != ["all"])
 
 
-def test_each_shard_is_a_job_and_the_job_that_joins_images_evaluates_them(jobs):
+def test_each_shard_is_a_job_and_the_job_that_merges_shards_evaluates_the_images(jobs):
     sharded = jobs["sharded"]
     assert sorted(rules for rules, _ in sharded if "sample" in rules) == [["evaluate", "sample"]] * 2
     assert [rules for rules, _ in sharded if "sample_shards" in rules] == [["sample_shards"]] * 6

@@ -134,14 +134,14 @@ def replace_shard(path: Path, how: str, milestones: Path, shards: list[Path]) ->
         ("missing", "no such file"),
         ("truncated", "cannot be read"),
         ("flipped", "Bad CRC-32"),
-        ("twice", "holds shard 1 of 2, as .*1of2.npz does"),
+        ("twice", "contains shard 1 of 2, which .*1of2.npz also contains"),
         ("whole", "shard: got None, allowed"),
         ("seed", "seed: got 7, allowed: 0"),
         ("batch size", "shard: got .*'batch_size': 50"),
         ("sampling", "steps: got 2, allowed: 3"),
         ("milestone", "step: got 0, allowed: 2"),
         ("number of images", "num: got 200, allowed: 150"),
-        ("other number", "is one of 3 shards, but 2 are given"),
+        ("other number", "belongs to 3 shards, got 2"),
     ],
 )
 def test_a_shard_that_cannot_be_merged_is_reported(milestones, tmp_path, capsys, how, message):
@@ -150,7 +150,7 @@ def test_a_shard_that_cannot_be_merged_is_reported(milestones, tmp_path, capsys,
     capsys.readouterr()
     assert merge(milestones, tmp_path / "merged.npz", shards) == 1
     error = capsys.readouterr().err
-    assert re.search(rf"2of2\.npz: .*{message}.*(delete this shard|give all of them)", error, re.S), error
+    assert re.search(rf"2of2\.npz: .*{message}.*(delete this shard|pass each of them)", error, re.S), error
     assert not (tmp_path / "merged.npz").exists() and not list(tmp_path.glob(".tmp-*"))
 
 

@@ -107,7 +107,7 @@ def test_latents_of_different_factors_differ(encoded, tmp_path):
         encode(dataset, codec, tmp_path / "5", False, 4, factor=5)
 
 
-def test_joined_shards_equal_the_whole(encoded, tmp_path):
+def test_merged_shards_equal_one_job(encoded, tmp_path):
     dataset, codec = open_dataset(encoded / "dataset"), load_codec(encoded / "latents-ae")
     shards = [tmp_path / f"shard{k}" for k in (1, 2)]
     for k, shard in enumerate(shards, 1):

@@ -1,4 +1,4 @@
-"""Training loops with `attach`, for the tests: a loop that equals the explicit form, and a step without a loop."""
+"""Training code for the tests of `attach`: a loop in attached or explicit form, steps, validations and checkpoints."""
 
 import io
 
@@ -127,25 +127,30 @@ class Trainer:
             self.optimizer.zero_grad(self.to_none)
 
     def checkpoint(self):
+        """Return the states of strategy, network, optimizer and scaler as bytes."""
         file = io.BytesIO()
-        parts = (self.timesteps, self.network, self.optimizer, self.scaler or nn.Identity())
-        torch.save([part.state_dict() for part in parts], file)
+        components = (self.timesteps, self.network, self.optimizer, self.scaler or nn.Identity())
+        torch.save([component.state_dict() for component in components], file)
         return file.getvalue()
 
     def load(self, content, previous):
+        """Load a checkpoint, and take the count of batches, times and losses from the trainer `previous`."""
         state = torch.load(io.BytesIO(content), weights_only=True)
-        for part, values in zip((self.timesteps, self.network, self.optimizer, self.scaler or nn.Identity()), state):
-            part.load_state_dict(values)
+        for component, values in zip(
+            (self.timesteps, self.network, self.optimizer, self.scaler or nn.Identity()), state
+        ):
+            component.load_state_dict(values)
         self.batches, self.t, self.losses = previous.batches, previous.t, previous.losses
         return self
 
     def results(self):
+        """Return the drawn times, the losses, and the states of strategy and network."""
         state = self.timesteps.state_dict()["strategy"] if self.timesteps else self.strategy.state_dict()
         return {"t": self.t, "losses": self.losses, "state": state, "network": self.network.state_dict()}
 
 
 class TinyTraining:
-    """Network, optimizer and a strategy that learns, without a loop."""
+    """Network, optimizer and attached strategy; `step` takes one optimizer step."""
 
     def __init__(self, name="loss_rms", process="linear", **arguments):
         self.network = TinyNetwork()

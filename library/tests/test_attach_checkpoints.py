@@ -43,6 +43,22 @@ def test_a_state_of_another_strategy_or_convention_is_rejected():
         TinyTraining("uniform", "flow", time="data_is_one").timesteps.load_state_dict(state)
 
 
+@pytest.mark.parametrize("other", [{"seed": 1}, {"sampler": {"decay": 0.5}}, {"weighting": {"channels": 4}}])
+def test_a_state_of_other_settings_is_rejected(other):
+    def attached(seed=0, sampler=None, weighting=None):
+        network = TinyNetwork()
+        optimizer = torch.optim.Adam(network.parameters())
+        options = {"sampler": sampler, "weighting": weighting or {"channels": 8}}
+        return attach("loss_rms+edm2", "cosine", optimizer, network, seed=seed, **options)
+
+    state = attached().state_dict()
+    attached().load_state_dict(state)
+    with pytest.raises(ConfigError, match=f"state: {next(iter(other))}"):
+        attached(**other).load_state_dict(state)
+    with pytest.raises(ConfigError, match="state: name"):
+        attached().load_state_dict({})
+
+
 @IN_ONE_PROCESS
 @pytest.mark.parametrize("without_backward", [True, False])
 @pytest.mark.parametrize("specification", [LOSS_RMS_EDM2, ADAPTIVE_EDM2, INFO_NOISE], ids=sampler_name)
@@ -83,6 +99,15 @@ def test_a_distributed_checkpoint_without_values_that_were_learned_is_rejected(t
     save_distributed({"timesteps": trainer.timesteps}, tmp_path)
     with pytest.raises(ConfigError, match=r"state: got no .*sampler.policy.*PackedState"):
         load_distributed({"timesteps": resumed.timesteps}, tmp_path)
+
+
+def test_a_step_without_a_draw_is_not_counted():
+    """torch.distributed.checkpoint creates the optimizer's state by such a step."""
+    training = TinyTraining()
+    training.optimizer.step()
+    assert training.state["step"] == 0
+    training.step()
+    assert training.state["step"] == 1
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -145,19 +170,3 @@ def test_accelerate_accumulates_and_stores_the_state(tmp_path, resume):
                 accelerator, network, optimizer, timesteps = build()
                 accelerator.load_state(tmp_path / "state")
         assert equal_bits(timesteps.strategy.state_dict(), explicit.state_dict())
-
-
-@pytest.mark.parametrize("other", [{"seed": 1}, {"sampler": {"decay": 0.5}}, {"weighting": {"channels": 4}}])
-def test_a_state_of_other_settings_is_rejected(other):
-    def attached(seed=0, sampler=None, weighting=None):
-        network = TinyNetwork()
-        optimizer = torch.optim.Adam(network.parameters())
-        options = {"sampler": sampler, "weighting": weighting or {"channels": 8}}
-        return attach("loss_rms+edm2", "cosine", optimizer, network, seed=seed, **options)
-
-    state = attached().state_dict()
-    attached().load_state_dict(state)
-    with pytest.raises(ConfigError, match=f"state: {next(iter(other))}"):
-        attached(**other).load_state_dict(state)
-    with pytest.raises(ConfigError, match="state: name"):
-        attached().load_state_dict({})

@@ -1,4 +1,4 @@
-"""attach: strategies that measure the network call it as the trainer does."""
+"""attach: strategies that measure the network call it as the trainer does, and need `predict`."""
 
 import pytest
 import torch

@@ -15,10 +15,13 @@ OPTIMIZERS = {
     for cls in (torch.optim.Adam, torch.optim.AdamW)
     for fused in (True, False)
 }
+# by step; True: gradients overflow, so that GradScaler skips the step
 OVERFLOWS = [True, True, False, False, True, False, False]
 
 
-def mixed_precision(specification, optimizer, attached, scaled, resume=None, to_none=True):
+def train_in_mixed_precision(specification, optimizer, attached, scaled, resume=None, to_none=True):
+    """Train with GradScaler if `scaled`, with a resume after step `resume`, and return the results."""
+
     def build():
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
         return Trainer(specification, attached, optimizer=OPTIMIZERS[optimizer], scaler=scaler, to_none=to_none)
@@ -37,8 +40,8 @@ def mixed_precision(specification, optimizer, attached, scaled, resume=None, to_
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("specification", [LOSS_RMS_EDM2, GRADIENT_NORM, ADAPTIVE], ids=sampler_name)
 def test_a_step_that_grad_scaler_skips_is_not_observed(specification, optimizer, scaled):
-    explicit = mixed_precision(specification, optimizer, False, scaled)
-    results = mixed_precision(specification, optimizer, True, scaled)
+    explicit = train_in_mixed_precision(specification, optimizer, False, scaled)
+    results = train_in_mixed_precision(specification, optimizer, True, scaled)
     assert results["state"]["step"] == (4 if scaled else 7)
     assert equal_bits(results, explicit)
 
@@ -47,18 +50,19 @@ def test_a_step_that_grad_scaler_skips_is_not_observed(specification, optimizer,
 @pytest.mark.parametrize("resume", range(len(OVERFLOWS)))
 def test_a_resume_after_any_attempt_is_exact(fused, resume):
     optimizer = f"AdamW, fused={fused}"
-    whole, resumed = (mixed_precision(LOSS_RMS_EDM2, optimizer, True, True, at) for at in (None, resume))
+    whole, resumed = (train_in_mixed_precision(LOSS_RMS_EDM2, optimizer, True, True, at) for at in (None, resume))
     assert equal_bits(whole, resumed)
 
 
 def test_fused_and_unfused_optimizers_draw_the_same():
-    results = [mixed_precision(LOSS_RMS_EDM2, f"Adam, fused={fused}", True, True) for fused in (True, False)]
+    results = [train_in_mixed_precision(LOSS_RMS_EDM2, f"Adam, fused={fused}", True, True) for fused in (True, False)]
     assert equal_bits(results[0]["t"], results[1]["t"]) and equal_bits(results[0]["losses"], results[1]["losses"])
 
 
 def test_a_fused_step_is_skipped_whether_or_not_gradients_are_set_to_none():
     explicit, results = (
-        mixed_precision(LOSS_RMS_EDM2, "Adam, fused=True", attached, True, to_none=False) for attached in (False, True)
+        train_in_mixed_precision(LOSS_RMS_EDM2, "Adam, fused=True", attached, True, to_none=False)
+        for attached in (False, True)
     )
     assert results["state"]["step"] == 4 and equal_bits(results, explicit)
 

@@ -1,4 +1,4 @@
-"""attach: trainers whose steps do not run the hooks, copies, and other misuse are errors."""
+"""attach rejects trainers whose steps run no hooks and copies of strategies, and accepts other optimizers."""
 
 import copy
 import logging
@@ -47,7 +47,7 @@ def test_many_losses_without_an_observed_step_are_an_error():
             training.optimizer.zero_grad()
 
 
-def trained_by(optimizer, training, steps, name="loss_rms", accumulate=1):
+def train_with_another_optimizer(optimizer, training, steps, name="loss_rms", accumulate=1):
     """Train a network by an optimizer that is not the attached one."""
     for number in range(steps * accumulate):
         errors = training.errors(training.timesteps(IMAGES))
@@ -65,11 +65,11 @@ def test_steps_of_a_rebuilt_optimizer_are_an_error(name, accumulate):
     training.step()
     for optimizer in (torch.optim.Adam(training.network.parameters()), copy.copy(training.optimizer)):
         with pytest.raises(ConfigError, match=r"another (Adam|SGD) took steps of its parameters.*copy.deepcopy"):
-            trained_by(optimizer, training, 4, name, accumulate)
+            train_with_another_optimizer(optimizer, training, 4, name, accumulate)
         training.timesteps.load_state_dict(training.timesteps.state_dict())
 
 
-def copied(training):
+def copy_network_and_optimizer(training):
     """Return a network and an optimizer that were copied together."""
     network, optimizer = copy.deepcopy((training.network, training.optimizer))
     other = copy.copy(training)
@@ -79,12 +79,15 @@ def copied(training):
 
 def test_a_network_and_an_optimizer_that_were_copied_together_are_an_error_or_a_warning(caplog):
     """Their losses leave no gradient in the attached optimizer; without losses, steps of others remain as evidence."""
-    learned, fixed = copied(TinyTraining("loss_rms")), copied(TinyTraining("uniform"))
+    learned, fixed = (
+        copy_network_and_optimizer(TinyTraining("loss_rms")),
+        copy_network_and_optimizer(TinyTraining("uniform")),
+    )
     with pytest.raises(ConfigError, match=r"gradients of 200 steps vanished.*copy.deepcopy"):
-        trained_by(learned.optimizer, learned, 250)
+        train_with_another_optimizer(learned.optimizer, learned, 250)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "kairos_timesteps"):
-        trained_by(fixed.optimizer, fixed, 250, "uniform")
+        train_with_another_optimizer(fixed.optimizer, fixed, 250, "uniform")
     (record,) = caplog.records
     assert "SGD took steps of other parameters" in record.getMessage() and "copy.deepcopy" in record.getMessage()
 

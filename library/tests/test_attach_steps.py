@@ -1,4 +1,4 @@
-"""attach: which losses and optimizer steps a strategy observes."""
+"""attach: which losses and optimizer steps a strategy observes; closures and `detach`."""
 
 import copy
 
@@ -58,15 +58,6 @@ def test_a_step_that_raises_an_error_is_not_counted():
     assert len(timesteps.strategy.sampler.changes) == 1
 
 
-def test_a_step_without_a_draw_is_not_counted():
-    """torch.distributed.checkpoint creates the optimizer's state by such a step."""
-    training = TinyTraining()
-    training.optimizer.step()
-    assert training.state["step"] == 0
-    training.step()
-    assert training.state["step"] == 1
-
-
 def test_a_fixed_sampler_needs_no_loss():
     training = TinyTraining("log_normal")
     explicit = Strategy("log_normal")
@@ -103,7 +94,7 @@ def test_a_closure_draws_within_the_step():
     assert training.state["step"] == 3 and equal_bits(training.state, other.state)
 
 
-def measured_in_closures(attached, accumulated):
+def train_with_closures(attached, accumulated):
     """Measure the network around steps whose last micro-batch is in the optimizer's closure, as in Lightning."""
     torch.manual_seed(0)
     network, options = TinyNetwork(), {"frequency": 1, "start": 1, "bins": 4}
@@ -135,7 +126,7 @@ def measured_in_closures(attached, accumulated):
 
 @pytest.mark.parametrize("accumulated", [0, 1])
 def test_strategies_that_measure_work_with_a_closure(accumulated):
-    assert equal_bits(measured_in_closures(True, accumulated), measured_in_closures(False, accumulated))
+    assert equal_bits(train_with_closures(True, accumulated), train_with_closures(False, accumulated))
 
 
 def test_strategies_that_measure_reject_closures_that_are_called_again():

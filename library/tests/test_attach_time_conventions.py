@@ -15,7 +15,8 @@ from small_loop import IMAGES, TinyNetwork
 SHIFTED = kairos_timesteps.Flow(shift=3.0, time_scale=1000.0)
 
 
-def batch_of(time, process="flow", name="log_normal", dtype=torch.float32):
+def attach_and_draw(time, process="flow", name="log_normal", dtype=torch.float32):
+    """Return an attached strategy, images, noise, and times that the strategy draws for the images."""
     timesteps = attach(name, process, torch.optim.SGD(TinyNetwork().parameters(), lr=0.1), time=time)
     x0 = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     noise = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -26,7 +27,7 @@ def batch_of(time, process="flow", name="log_normal", dtype=torch.float32):
 @pytest.mark.parametrize("trainer", CONVENTIONS)
 @pytest.mark.parametrize("time", CONVENTIONS)
 def test_a_wrong_convention_is_caught(time, trainer, dtype):
-    timesteps, x0, noise, t = batch_of(time, dtype=dtype)
+    timesteps, x0, noise, t = attach_and_draw(time, dtype=dtype)
     assert t.dtype == torch.float32
     x_t = CONVENTIONS[trainer](x0, noise, t.view(-1, 1, 1, 1)).to(dtype)
     if time == trainer:
@@ -37,7 +38,7 @@ def test_a_wrong_convention_is_caught(time, trainer, dtype):
 
 
 def test_conventions_of_flow_are_mirror_images():
-    first, second = batch_of("noise_is_one")[3], batch_of("data_is_one")[3]
+    first, second = attach_and_draw("noise_is_one")[3], attach_and_draw("data_is_one")[3]
     torch.testing.assert_close(first, 1 - second)
 
 
@@ -45,9 +46,9 @@ def test_an_index_of_a_flow_matching_scheduler_selects_its_sigma():
     """Diffusers' scripts look up timesteps[index]: sigmas fall from 1, shift included."""
     sigmas = torch.linspace(1000, 1, 1000, dtype=torch.float64) / 1000
     sigmas = 3 * sigmas / (1 + 2 * sigmas)
-    timesteps, x0, noise, index = batch_of("index", SHIFTED)
+    timesteps, x0, noise, index = attach_and_draw("index", SHIFTED)
     assert index.dtype == torch.int64
-    continuous = batch_of("noise_is_one", SHIFTED)[3]
+    continuous = attach_and_draw("noise_is_one", SHIFTED)[3]
     assert (sigmas[index] - continuous).abs().max() < 3.1e-3  # a cell is up to 3/1000 wide
     sigma = sigmas[index].float().view(-1, 1, 1, 1)
     timesteps.check(x0, noise, (1 - sigma) * x0 + sigma * noise, index)
@@ -56,7 +57,7 @@ def test_an_index_of_a_flow_matching_scheduler_selects_its_sigma():
 
 
 def test_another_schedule_is_caught():
-    timesteps, x0, noise, t = batch_of(None, "scaled_linear", "uniform")
+    timesteps, x0, noise, t = attach_and_draw(None, "scaled_linear", "uniform")
     for schedule, fits in (("scaled_linear", True), ("linear", False), ("cosine", False)):
         x_t = Strategy("uniform", schedule).process.noised(x0, noise, t)
         if fits:
@@ -68,7 +69,7 @@ def test_another_schedule_is_caught():
 
 
 def test_other_images_are_caught():
-    timesteps, x0, noise, t = batch_of(None, "cosine", "uniform")
+    timesteps, x0, noise, t = attach_and_draw(None, "cosine", "uniform")
     with pytest.raises(ConfigError, match=r"check: x_t: got \d+%"):
         timesteps.check(x0.flip(0), noise, timesteps.strategy.process.noised(x0, noise, t), t)
 

@@ -97,12 +97,3 @@ def test_losses_weights_and_masks_of_wrong_shapes_are_rejected(errors, arguments
 def test_a_loss_needs_a_draw():
     with pytest.raises(ConfigError, match=r"loss: got no draw"):
         TinyTraining().timesteps.loss(torch.ones(8))
-
-
-def test_a_range_of_every_second_sample_draws_for_these_samples():
-    strategy = Strategy("uniform", "cosine")
-    whole = strategy.draw(IMAGES, index=range(8), total=8).t
-    strategy = Strategy("uniform", "cosine")
-    odd = strategy.draw(IMAGES[1::2], index=range(1, 8, 2), total=8).t
-    assert torch.equal(odd, whole[1::2])
-    assert len(Strategy("uniform", "cosine").draw(IMAGES[:0], index=range(8, 8, 2), total=8).t) == 0

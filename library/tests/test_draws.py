@@ -75,6 +75,13 @@ def test_draws_of_slices_equal_the_draw_of_the_whole_batch(name, points):
     assert torch.equal(torch.cat([half.t for half in halves]), whole.t)
 
 
+def test_a_range_of_every_second_sample_draws_for_these_samples():
+    whole = make_strategy("uniform", "cosine").draw(BATCH, index=range(16), total=16).t
+    odd = make_strategy("uniform", "cosine").draw(BATCH[1::2], index=range(1, 16, 2), total=16).t
+    assert torch.equal(odd, whole[1::2])
+    assert len(make_strategy("uniform", "cosine").draw(BATCH[:0], index=range(16, 16, 2), total=16).t) == 0
+
+
 @pytest.mark.parametrize("name", FIXED)
 def test_prefetched_draws_equal_single_draws_also_after_a_resume(name, monkeypatch):
     ahead, alone = make_strategy(name, importance=True), make_strategy(name, importance=True)

@@ -94,7 +94,9 @@ def order_shards(
         shard = record.get("shard") or {}  # empty for the result of a whole job, which the comparison below rejects
         number = shard.get("number", 0)
         if "of" in shard and shard["of"] != len(shards):
-            raise KairosError(f"{path}: is one of {shard['of']} shards, but {len(shards)} are given; give all of them")
+            raise KairosError(
+                f"{path}: belongs to {shard['of']} shards, got {len(shards)}; pass each of them with --merge"
+            )
         expected = {**identity, "shard": Shard(number, len(shards)).record(count, batch_size)}
         for name, value in expected.items():
             if record.get(name) != value:
@@ -103,6 +105,8 @@ def order_shards(
                 )
         if number in position_by_number:
             other_path, _ = shards[position_by_number[number]]
-            raise KairosError(f"{path}: holds shard {number} of {len(shards)}, as {other_path} does; {AGAIN}")
+            raise KairosError(
+                f"{path}: contains shard {number} of {len(shards)}, which {other_path} also contains; {AGAIN}"
+            )
         position_by_number[number] = position
     return [position_by_number[number] for number in sorted(position_by_number)]

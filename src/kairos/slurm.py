@@ -162,7 +162,7 @@ def _parse_job(results: Path, line: str) -> Job:
 
 
 def _find_stage(comment: str) -> str:
-    """Return the stage in a job's comment, without the numbers of segments and without ``_shards``, a rule's suffix.
+    """Return the stage in a job's comment: the rule without the number of a segment and the suffix ``_shards``.
 
     For ``measure_NAME`` and ``analyse_NAME``, the rules of an analysis, the rule is the stage. Examples:
 

@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 
 def test_sampling_in_shards_gives_the_same_images(pipeline: Pipeline) -> None:
-    """Two jobs sample the shards of a run, another joins and evaluates them; all checksums stay equal."""
+    """Two jobs sample the shards of a run, a third job merges and evaluates them; all checksums stay equal."""
     sums = pipeline.folder / RESULTS / "sums"
     before = {path: path.read_text() for path in sums.rglob("*.txt")}
     target = "sums/evaluate/uniform_seed0/1.txt"

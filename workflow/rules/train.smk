@@ -28,10 +28,10 @@ for segment in layout.segments:
             **layout.rule_params("train", segment),
             steps=list(segment.steps),
             latents=folder_of("latents"),
-            unfinished=segment.unfinished_option,
+            milestones_only=segment.milestones_only_option,
             out=f"{TRAINING}",
         shell:
             "trap '' HUP; trap : TERM INT; kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
-            " --latents {params.latents} --milestones {params.steps} {params.unfinished} --wait --timing {params.timing} 2>&1"
+            " --latents {params.latents} --milestones {params.steps} {params.milestones_only} --wait --timing {params.timing} 2>&1"
             " | (trap '' TERM INT; exec tee {log})"
             " && cksum {output.milestones} {output.end} > {output.sums}"

@@ -195,7 +195,7 @@ class Attached:
             x0: latents or images, (batch, ...), of any floating-point type.
             conditions: conditions of the samples, each (batch, ...), for strategies that measure the network. All
                 micro-batches of a step have conditions of the same names.
-            arguments: arguments of `Strategy.draw`: ``times``, ``same``, ``index``, ``total``, or context of the
+            arguments: arguments of `Strategy.draw`: ``times``, ``shared_time``, ``index``, ``total``, or context of the
                 sampler, such as ``tokens``.
 
         Raises:

@@ -108,8 +108,8 @@ def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     bucket_bytes = 0  # of the last bucket
     for tensor in tensors:
         last = buckets[-1][0] if buckets else None
-        has_equal_type = last is not None and (last.device, last.dtype) == (tensor.device, tensor.dtype)
-        if has_equal_type and bucket_bytes + tensor.nbytes <= _BUCKET:
+        has_equal_device_and_type = last is not None and (last.device, last.dtype) == (tensor.device, tensor.dtype)
+        if has_equal_device_and_type and bucket_bytes + tensor.nbytes <= _BUCKET:
             buckets[-1].append(tensor)
             bucket_bytes += tensor.nbytes
         else:

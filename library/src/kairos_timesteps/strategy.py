@@ -179,8 +179,8 @@ class Strategy:
                 data set, ``items`` the size of it. ``epoch`` counts from 0.
 
         Raises:
-            ConfigError: required context is missing or not allowed, no sampler has context of that name, or `same` with
-                a density per image.
+            ConfigError: required context is missing or not allowed, no sampler has context of that name, or
+                `shared_time` is True for a sampler with a density per image.
         """
         for key in context:
             if key not in self._context_names:

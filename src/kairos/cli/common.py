@@ -117,7 +117,7 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
 
 
 def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
-    """Declare ``--shard KofN``, one shard of a job's images, and ``--merge``, the shards that a job merges.
+    """Declare ``--shard KofN``, which computes a shard, and ``--merge``, which lists the computed shards to merge.
 
     The two options exclude each other. Without them, `shard` is None and `merge` an empty list.
 

@@ -85,7 +85,7 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
     The device is the CPU if no network is computed, because the workflow then requests no GPU: for `autoencoder` and
     `encode` in pixel space, and if `encode` merges shards. Otherwise it is the device of the experiment.
     """
-    # `--merge`, an option of `encode` alone, lists the files of shards to merge
+    # `--merge`, an option of `encode` alone, lists the folders of the shards
     merges_shards = arguments.command == "encode" and bool(arguments.merge)
     stays_in_pixels = arguments.command != "text" and experiment.autoencoder.kind == "none"
     computes_no_network = merges_shards or stays_in_pixels

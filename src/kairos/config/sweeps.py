@@ -17,7 +17,7 @@ from kairos_timesteps.registry import split
 
 MOST_METHODS = 1000  # limit for an experiment
 # registry and name of the default component, by kind of component in a method
-COMPONENTS = {
+METHOD_COMPONENTS = {
     "sampler": (SAMPLERS, "uniform"),
     "weighting": (WEIGHTINGS, "none"),
     "coupling": (COUPLINGS, "independent"),
@@ -111,9 +111,9 @@ def _grid_methods(name: str, method: dict[str, Any], grid: dict[str, list[Any]])
 
 
 def _option_labels(keys: list[str]) -> list[str]:
-    """Return the label of each key in names of methods: its text after the last dot, or the whole key.
+    """Return the label of each key in names of methods: its ending after the last dot.
 
-    The whole key is the label if another key ends alike, or if it has no dot. Example: the labels of
+    The label is the whole key if it has no dot, or if two keys have equal endings. Example: the labels of
     ``["sampler.k", "weighting"]`` are ``["k", "weighting"]``.
     """
     endings = [key.rpartition(".")[2] for key in keys]
@@ -139,10 +139,12 @@ def _replace(method: dict[str, Any], key: str, value: Any, where: str) -> dict[s
             not allow the value.
     """
     kind, _, option = key.partition(".")
-    demand(kind in COMPONENTS, where, key, "sampler, weighting, coupling or one of their options, such as sampler.k")
+    demand(
+        kind in METHOD_COMPONENTS, where, key, "sampler, weighting, coupling or one of their options, such as sampler.k"
+    )
     if not option:
         return {**method, kind: value}
-    registry, default_name = COMPONENTS[kind]
+    registry, default_name = METHOD_COMPONENTS[kind]
     component = method.get(kind, default_name)
     if not isinstance(component, dict):
         component = {"name": component}  # the short form, sampler: speed

@@ -645,9 +645,9 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
         KairosError: a record is damaged.
     """
     # examples of file names:
-    #   timing/prepare.json                            stage that all methods share
+    #   timing/prepare.json                             stage that all methods share
     #   timing/.shards/encode.2of4.json                 shard of such a stage
-    #   timing/train/uniform_seed1/3.json              segment 3 of a run
+    #   timing/train/uniform_seed1/3.json               segment 3 of a run
     #   timing/.shards/sample/uniform_seed1/3.2of4.json shard of that segment
     run_names = {f"{method}_seed{seed}" for method in experiment.methods for seed in experiment.seeds}
     shards_folder = "timing/.shards"

@@ -33,11 +33,8 @@ from kairos.report.shown_methods import MOST_SHOWN
 
 _POINTS = 1500  # points of a line; more are not visible
 _LABELLED_LINES = 5  # named lines in a panel with more than MOST_SHOWN lines
-_SWEEP_STYLE: MethodStyle = {
-    "color": MUTED,
-    "marker": "o",
-    "linestyle": "-",
-}  # style of a line that no method determines
+# style of a line that no method determines
+_SWEEP_STYLE: MethodStyle = {"color": MUTED, "marker": "o", "linestyle": "-"}
 _STRATEGY_COLUMNS = 3  # columns of the grid that has a panel per strategy
 _FLATTENING = 10  # a panel this many times higher than the median panel would flatten the others
 
@@ -185,8 +182,8 @@ def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, s
     std_above = np.nan_to_num(curve.std[is_known])  # no band where it is unknown
     std_below = np.minimum(std_above, mean * 0.999)  # a log axis has no zero
     axes.fill_between(x, mean - std_below, mean + std_above, color=style["color"], alpha=0.13, linewidth=0)
-    style = style | {"markersize": 4.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2, "label": method}
-    axes.errorbar(x, mean, [std_below, std_above], **style)
+    widths = {"markersize": 4.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2}
+    axes.errorbar(x, mean, [std_below, std_above], label=method, **style | widths)
     return Label(float(mean[-1]), method, style["color"], bold=True, x=float(x[-1]))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.components import ComponentOptions
 from kairos.config import Experiment
-from kairos.config.sweeps import COMPONENTS
+from kairos.config.sweeps import METHOD_COMPONENTS
 from kairos.files import RecordReader, glance
 from kairos.library_components import LibraryComponent
 from kairos.sampling.settings import GUIDANCE, resolve_solver
@@ -111,7 +111,8 @@ class ExpectedSettings:
         self.experiment, self.results = experiment, results
         self.plain = experiment.plain()
         self._manifests: dict[str, Record] = {}
-        # caches of this object: a decorated method would keep every object alive
+        # Caches of this object. A decorated method would keep every object alive, and a cache of the module would keep
+        # defaults of components that are registered again.
         self._settings_of = cache(self._collect_settings)
         self._defaults_of = cache(_list_defaults)
         self.identities = cache(self._compute_identities)
@@ -241,7 +242,7 @@ class ExpectedSettings:
         `plain` lacks the default coupling.
         """
         strategy = self.experiment.methods[method]
-        return {kind: getattr(strategy, kind).plain() for kind in COMPONENTS}
+        return {kind: getattr(strategy, kind).plain() for kind in METHOD_COMPONENTS}
 
     @cached_property
     def _sampling_settings(self) -> Record:
@@ -274,7 +275,7 @@ class ExpectedSettings:
         """
         recorded = dict(record["config"])  # copies: records share their settings
         recorded_method = dict(recorded["methods"].get(record["method"], {}))
-        for kind, (_, default) in COMPONENTS.items():
+        for kind, (_, default) in METHOD_COMPONENTS.items():
             component = getattr(self.experiment.methods[method], kind)
             recorded_method[kind] = self._add_defaults(recorded_method.get(kind, {"name": default}), component)
         recorded["methods"] = {method: recorded_method}
@@ -291,8 +292,8 @@ class ExpectedSettings:
         """
         if not isinstance(recorded, dict) or recorded.get("name") != component.name:
             return recorded
-        kind = component.registry if isinstance(component, LibraryComponent) else type(component)
-        return self._defaults_of(kind, component.name) | recorded
+        source = component.registry if isinstance(component, LibraryComponent) else type(component)
+        return self._defaults_of(source, component.name) | recorded
 
     def _compare_stage_hashes(self, section: str, changes: list[Change], record: Record, path: Path) -> list[Change]:
         """Return `changes`, corrected by a comparison of the recorded and the present hash of a stage's result.
@@ -381,15 +382,15 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
     return changes
 
 
-def _list_defaults(kind: Registry | type[ComponentOptions], name: str) -> Record:
-    """Return the default options of a component; those with the default None depend on other settings and are left out.
+def _list_defaults(source: Registry | type[ComponentOptions], name: str) -> Record:
+    """Return the default options of a component, without options whose default is None: these depend on other settings.
 
-    `kind` is the registry of a component of the library, and the class of the options of any other component.
+    `source` is the registry of a component of the library, or the class of the options of any other component.
     """
-    if isinstance(kind, Registry):
-        defaults = LibraryComponent.select(kind, {"name": name}).plain()
+    if isinstance(source, Registry):
+        defaults = LibraryComponent.select(source, {"name": name}).plain()
     else:
-        defaults = kind(name=name).plain()
+        defaults = source(name=name).plain()
     return {option: value for option, value in defaults.items() if value is not None}
 
 

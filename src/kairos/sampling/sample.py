@@ -59,7 +59,7 @@ class SamplingRequest:
         autoencoder: folder of the autoencoder; None: ``../../../../autoencoder``, relative to the snapshot.
         latents: folder of the latents, needed for labels ``data`` and conditions other than classes; None:
             ``../../../../latents``, relative to the snapshot.
-        shard: the slice of the images to generate; None: all.
+        shard: the shard to generate; None: all images.
     """
 
     num: int
@@ -71,7 +71,7 @@ class SamplingRequest:
 
 
 def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
-    """Generate or join, and write, the images of every job, one job after another.
+    """Generate or merge the images of every job, and write them, one job after another.
 
     If a job fails, the files of earlier jobs remain.
 

@@ -62,11 +62,15 @@ class Outline:
 
     @cached_property
     def _run_folders(self) -> dict[tuple[str, int], Path]:
-        """Folder of each training run; cached, because several folders of each run are read."""
+        """Folder of each training run; cached, since every file of a run is found through it."""
         return {(method, seed): self.results / method / f"seed{seed}" for method, seed in self.trainings}
 
     def run_folder(self, method: str, seed: int) -> Path:
-        """Return the folder of one of the training runs."""
+        """Return the folder of a training run.
+
+        Raises:
+            KeyError: the outline has no such training run.
+        """
         return self._run_folders[method, seed]
 
 

@@ -45,7 +45,7 @@ class Segment:
         """Names of the segment's snapshots in folders and files, such as ``0000400``."""
         return name_snapshots(self.steps)
 
-    def unfinished_option(self, wildcards: Any, output: Any) -> str:
+    def milestones_only_option(self, wildcards: Any, output: Any) -> str:
         """Return the option of ``kairos train``: ``--milestones-only`` if another segment follows, else an empty text.
 
         The arguments are unused: Snakemake does not record the result of a function that takes `output`.

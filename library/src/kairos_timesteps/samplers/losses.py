@@ -57,8 +57,8 @@ class FollowsLosses(Learned, TableDensity):
             self.restored()
         coordinates = observation.coordinates
         stacked = torch.stack([observation.fractions, losses], 1)
-        observed = distributed.join_ranks(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
-        fractions, losses = observed.transpose(0, 1).flatten(1)
+        global_values = distributed.join_ranks(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
+        fractions, losses = global_values.transpose(0, 1).flatten(1)
         self.add_losses(self.schedule.cells(fractions), losses)
 
     def followed_losses(self, observation: Observation) -> Any:
