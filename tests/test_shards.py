@@ -99,13 +99,13 @@ def test_several_milestones_are_merged_in_one_call(milestones, tmp_path):
     for number in (1, 2):
         outs = [word for step in (0, 2) for word in ("--out", tmp_path / f"{step}.{number}.npz")]
         assert kairos("sample", *both, *outs, "--num", NUM, "--shard", f"{number}of2") == 0
-    shards = [word for step in (0, 2) for n in (1, 2) for word in ("--merge", tmp_path / f"{step}.{n}.npz")]
+    merge_options = [word for step in (0, 2) for n in (1, 2) for word in ("--merge", tmp_path / f"{step}.{n}.npz")]
     outs = [word for step in (0, 2) for word in ("--out", tmp_path / f"{step}.npz")]
-    assert kairos("sample", *both, *outs, "--num", NUM, *shards) == 0
+    assert kairos("sample", *both, *outs, "--num", NUM, *merge_options) == 0
     for step in (0, 2):
         assert run_sample(milestones, tmp_path / "whole.npz", step=step) == 0
         assert (tmp_path / f"{step}.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
-    assert kairos("sample", *both, *outs, "--num", NUM, *shards[:-2]) == 2
+    assert kairos("sample", *both, *outs, "--num", NUM, *merge_options[:-2]) == 2
 
 
 def replace_shard(path: Path, how: str, milestones: Path, shards: list[Path]) -> None:
@@ -282,13 +282,13 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path):
     model = {"name": "dit", "patch": 64, "width": 16, "depth": 1, "heads": 1, "conditions": []}
     milestones = train_milestones(tmp_path, model=model, dataset={"color": "rgb", "resolution": 128, "limit": 100})
     call = ("sample", "--milestone", milestones / "0000000", "--steps", 1, "--batch-size", 32)
-    shards = ("--merge", tmp_path / "1.npz", "--merge", tmp_path / "2.npz")
+    merge_options = ("--merge", tmp_path / "1.npz", "--merge", tmp_path / "2.npz")
     few, many, _, _, merged = peaks = peak_memories([
         (*call, "--num", 500, "--out", tmp_path / "few.npz"),
         (*call, "--num", 2500, "--out", tmp_path / "many.npz"),
         (*call, "--num", 2500, "--shard", "1of2", "--out", tmp_path / "1.npz"),
         (*call, "--num", 2500, "--shard", "2of2", "--out", tmp_path / "2.npz"),
-        (*call, "--num", 2500, *shards, "--out", tmp_path / "merged.npz"),
+        (*call, "--num", 2500, *merge_options, "--out", tmp_path / "merged.npz"),
     ])  # fmt: skip
     print([f"{peak / 2**20:.0f} MiB" for peak in peaks])
     assert many == pytest.approx(few, rel=0.1)

@@ -447,8 +447,8 @@ def test_the_pipeline_leads_from_captioned_images_to_a_clip_score(
     shards = [Path(f"shard{number}.npz") for number in (1, 2)]
     for number, shard in enumerate(shards, 1):
         run("sample", "--milestone", milestone, "--out", shard, "--num", 30, "--seed", 1, "--shard", f"{number}of2")
-    merged = [argument for shard in shards for argument in ("--merge", shard)]
-    run("sample", "--milestone", milestone, "--out", "merged.npz", "--num", 30, "--seed", 1, *merged)
+    merge_options = [argument for shard in shards for argument in ("--merge", shard)]
+    run("sample", "--milestone", milestone, "--out", "merged.npz", "--num", 30, "--seed", 1, *merge_options)
     assert Path("merged.npz").read_bytes() == whole_file.read_bytes()
 
     folders = [argument for name in ("autoencoder", "latents") for argument in (f"--{name}", results / name)]
