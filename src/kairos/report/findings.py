@@ -97,7 +97,7 @@ def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> lis
     if len(best) == 1:
         return [f"{best[0]} ends with the lowest {measure}, {final_values[best[0]]}."]
     names = join_first_names(best)
-    return [f"No test tells {names} apart or finds a method below them; the lowest mean is {lowest}."]
+    return [f"The tests find no difference between {names} and no method below them; the lowest mean is {lowest}."]
 
 
 def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline: str) -> list[str]:
@@ -107,13 +107,13 @@ def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline
     baseline and whose interval of the step factor is above 1. The list is empty if methods are not ranked.
     `comparisons` have the lowest final value first.
     """
-    methods_by_outcome: dict[str, list[str]] = {"Below": [], "Above": [], "Not told apart from": []}
+    methods_by_outcome: dict[str, list[str]] = {"Below": [], "Above": [], "No significant difference from": []}
     saving_methods = []  # comparisons of methods that end below the baseline and need fewer steps
     for comparison in comparisons:
         ratio = comparison.ratio_to_baseline
         if not comparison.is_ranked or ratio is None:  # None: the baseline itself
             continue
-        outcome = "Not told apart from"
+        outcome = "No significant difference from"
         if ratio.p_value < SIGNIFICANCE_LEVEL:
             outcome = "Below" if ratio.value < 1 else "Above"
         change, _ = format_change(ratio)
