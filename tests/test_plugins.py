@@ -279,8 +279,8 @@ def test_code_that_a_plugin_imports_from_its_folder_counts(folder):
     kept = freeze(validate(make_case()))
     edit("OTHER = 1", "OTHER = 2", "scale_of_test.py")
     edit("SCALE = 1", "SCALE = 2", "scale_of_test.py")
-    code = f"from kairos.config import load; from kairos.config.plugins import method_codes\n\
-print(method_codes(load({str(kept)!r}).methods)['my_strategies:Power'])"
+    code = f"from kairos.config import load; from kairos.config.plugins import plugin_fingerprints\n\
+print(plugin_fingerprints(load({str(kept)!r}).methods)['my_strategies:Power'])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert printed != read_json(plugins.codes_file(kept))["my_strategies:Power"]
     assert before == fingerprint_methods()  # this process has imported the earlier text

@@ -59,12 +59,12 @@ def output_channels(process: Process, channels: int) -> int:
 
 
 def scheduler_config(process: Process, clip: bool) -> dict[str, Any] | None:
-    """Return the configuration of diffusers' scheduler for a process; None if diffusers has none.
+    """Return the configuration of diffusers' scheduler for a process; None without an exported scheduler.
 
     The schedulers are DDPMScheduler for a discrete process, and FlowMatchEulerDiscreteScheduler for a flow. They pass
-    timesteps from 0 to the network, and times of a flow multiplied by 1000. A process whose network takes other times
-    has no scheduler: discrete timesteps from 1, or a flow with another `time_scale`. The result has the form of the
-    file ``scheduler_config.json``; diffusers' defaults apply to the options without a key.
+    timesteps from 0 to the network, and times of a flow multiplied by 1000. Other processes, such as EDM, have no
+    scheduler; neither have discrete timesteps from 1 and a flow with another `time_scale`. The result has the form of
+    the file ``scheduler_config.json``; diffusers' defaults apply to the options without a key.
 
     Args:
         process: forward process.

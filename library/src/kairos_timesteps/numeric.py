@@ -126,7 +126,7 @@ def interp(x: Values, positions: Array | Tensor, values: Array | Tensor) -> Valu
 
 
 def bisect(function: Callable[[Values], Values], values: Values, low: float = 0.0, high: float = 1.0) -> Values:
-    """Invert a non-decreasing function on [low, high] by bisection, to the last bit, elementwise.
+    """Invert a non-decreasing function on [low, high] by 56 bisections, elementwise.
 
     Values beyond the function's range give an end of the interval, up to rounding. Where the function is constant, the
     result is the upper end of that part.

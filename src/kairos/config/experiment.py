@@ -23,7 +23,7 @@ from kairos.analyses.settings import ANALYSES, AnalysisOptions, check_analyses
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.components import component
 from kairos.config.consistency import check_consistency
-from kairos.config.plugins import check_listed, codes_file, load_plugins, method_codes
+from kairos.config.plugins import check_listed, codes_file, load_plugins, plugin_fingerprints
 from kairos.config.published_results import ClaimConfig, KnownConfig, PublishedConfig
 from kairos.config.reading import read_experiment_file
 from kairos.config.sweeps import expand_grids
@@ -323,7 +323,7 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
     `plugins.check_unedited`. A file that exists is not written again.
     """
     plain = experiment.plain()
-    codes = method_codes(experiment.methods)
+    codes = plugin_fingerprints(experiment.methods)
     hashed_content = [plain, codes] if codes else plain  # without plugins, the hash of earlier versions
     path = Path(folder) / f"{experiment.experiment}-{sha256_json(hashed_content)[:16]}.yaml"
     # the codes first, so that a frozen experiment never lacks them

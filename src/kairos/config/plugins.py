@@ -244,29 +244,29 @@ def source_files(paths: list[str]) -> list[str]:
     return [Path(path).as_posix() for path in plugin_files + imported_files]
 
 
-def method_codes(methods: "dict[str, MethodConfig]") -> dict[str, str]:
+def plugin_fingerprints(methods: "dict[str, MethodConfig]") -> dict[str, str]:
     """Return the fingerprint of the code of each plugin component that methods use, by ``module:Name``.
 
     Empty if the methods use no plugin.
     """
     if not _plugins:  # saves the search for the code of components
         return {}
-    codes = {}
+    fingerprints = {}
     for method in methods.values():
-        for root in _plugin_roots(method):
-            codes[root] = fingerprint([root])
-    return codes
+        for component in _plugin_roots(method):
+            fingerprints[component] = fingerprint([component])
+    return fingerprints
 
 
 def codes_file(config: Path) -> Path:
-    """Return the path of the JSON file with the `method_codes` of a frozen experiment, next to its file."""
+    """Return the path of the JSON file with the `plugin_fingerprints` of a frozen experiment, next to its file."""
     return config.with_suffix(".plugins.json")
 
 
 def check_unedited(config: Path, name: str, method: "MethodConfig") -> None:
     """Check that the plugin code of a method has the fingerprints that were recorded when a run began.
 
-    Components without a recorded fingerprint pass. So do experiment files that are not frozen, since they have none.
+    Components without a recorded fingerprint pass. Only frozen experiment files have fingerprints, so all others pass.
 
     Args:
         config: experiment file; its fingerprints are in `codes_file`.
@@ -276,9 +276,9 @@ def check_unedited(config: Path, name: str, method: "MethodConfig") -> None:
         KairosError: the code was edited since.
     """
     file = codes_file(config)
-    recorded_codes = read_json(file) if file.is_file() else {}
-    for root, code in method_codes({name: method}).items():
-        if recorded_codes.get(root, code) != code:
-            path = os.path.relpath(_plugins[_module_of(root)].path)
+    recorded_fingerprints = read_json(file) if file.is_file() else {}
+    for component, present_fingerprint in plugin_fingerprints({name: method}).items():
+        if recorded_fingerprints.get(component, present_fingerprint) != present_fingerprint:
+            path = os.path.relpath(_plugins[_module_of(component)].path)
             advice = "run the same command again to compute all its runs with the edit, or undo the edit"
             raise KairosError(f"{path}: the code of method {name} was edited after this run began; {advice}")

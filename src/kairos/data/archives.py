@@ -106,7 +106,7 @@ class ZipArchive:
 
 
 def select_listed_files(config: DatasetConfig, names: list[str], labels: list[Label]) -> tuple[list[str], list[Label]]:
-    """Return the names and labels of the files that `dataset.files` lists, in its order; all files without a list.
+    """Return the names and labels of the files that `dataset.files` lists, in its order; without a list, of all.
 
     A listed name selects the file with this name, or else one with this name and another suffix. If several have other
     suffixes, the last one in `names` is selected. A file that is selected several times is returned once.
@@ -114,7 +114,7 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
     Args:
         config: section `dataset`.
         names: names of all files below `dataset.path`, relative to it.
-        labels: the label of each file; empty without labels, and the result is then empty too.
+        labels: label of each file; empty if the data set has none. The returned labels are then empty, too.
 
     Raises:
         ConfigError: the list cannot be read, is empty, or contains a file that does not exist.
@@ -122,8 +122,8 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
     if config.files is None:
         return names, labels
     path, line_value = _split_list_option(config.files)
-    # Keys are names without suffix, because Taming's lists of CelebA-HQ contain names of arrays (.npy), and complete
-    # names, which take precedence over equal names without suffix.
+    # Find files by complete name or by name without suffix: Taming's lists of CelebA-HQ contain .npy names of images
+    # that have another suffix. Complete names are added last and take precedence.
     index_by_name = {os.path.splitext(name)[0]: index for index, name in enumerate(names)}
     index_by_name |= {name: index for index, name in enumerate(names)}
     listed = list(dict.fromkeys(_read_list(path, line_value)))  # each name once

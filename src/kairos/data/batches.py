@@ -155,11 +155,11 @@ class Batches:
     def _to_device(
         self, step: int, rows: dict[str, Rows], conditions: dict[str, Rows], visit: dict[str, Integers]
     ) -> Batch:
-        """Return the batch of a step: x0 and conditions, computed from the data of `_read`, which are on the device.
+        """Compute the batch of a step, x0 and conditions, from the data of `_read`; the caller has copied them.
 
         Condition ``low_resolution`` is computed from the images before augmentation. Stochastic latents are sampled
         with noise of the step. A sample loses all its conditions with probability `dropout`. Augmentation comes last
-        and adds condition ``augment``, which is never dropped. Dictionary `conditions` itself changes.
+        and adds condition ``augment``, which is never dropped. The dictionary `conditions` may be modified.
         """
         if "low_resolution" in self.conditions:
             conditions["low_resolution"] = self.latents.compute_low_resolution(rows)

@@ -131,7 +131,7 @@ def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline
 
 
 def _summarise_saving(comparison: MethodComparison, baseline: str) -> str:
-    """Return a sentence with the factors by which a method saves steps and, with a clock, training time.
+    """Return a sentence with the factor of steps that a method saves, and the factor of training time if it is known.
 
     Each factor has its 95 % interval. The caller ensures that the comparison has a factor of steps.
     """

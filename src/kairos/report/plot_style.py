@@ -167,11 +167,11 @@ def _height_in_axes(axes: Axes, y: float) -> float:
 
 def space_out_heights(heights: Sequence[float], gap: float) -> list[float]:
     """Return ascending heights moved apart to at least `gap` from each other, with the least sum of squared moves."""
-    # Two neighbours are at least `gap` apart if the heights ascend after `gap` times its index is subtracted from
-    # each. The closest ascending sequence to these differences is their isotonic regression.
-    gaps = gap * np.arange(len(heights))
-    ascending = isotonic_regression(np.array(heights) - gaps).x
-    spaced: list[float] = (ascending + gaps).tolist()
+    # Heights h_i are at least `gap` apart if and only if h_i - i * gap ascends. The closest ascending sequence, in
+    # squared distance, is the isotonic regression.
+    offsets = gap * np.arange(len(heights))
+    ascending = isotonic_regression(np.array(heights) - offsets).x
+    spaced: list[float] = (ascending + offsets).tolist()
     return spaced
 
 

@@ -199,7 +199,7 @@ def _compute_loss_curve(metrics_file: Path, size: int, modified_ns: int) -> tupl
         return None
 
     # each point of the curve is the mean of a group of consecutive lines
-    lines_per_point = _double_until_few(1, len(lines))
+    lines_per_point = _doubled_stride(1, len(lines))
     group_count = len(lines) // lines_per_point
     grouped_lines = lines[: group_count * lines_per_point]
     # If lines remain, the last `lines_per_point` lines are a further group. It overlaps the group before.
@@ -220,12 +220,12 @@ def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
     """Return steps and losses of some lines of metrics.jsonl, float64 (lines, 2), from blocks spread over `size` bytes.
 
     Lines are in the order of the file, and no step is repeated. The blocks of a small file cover it completely. A line
-    that crosses the border of two blocks is left out unless its step and loss are before the border. The array is
+    that is cut by the end of a block is left out, unless its step and loss precede the cut. The array is
     empty, of shape (0,), if no line has a loss.
     """
-    distance = _double_until_few(_BLOCK, size)  # bytes between the beginnings of blocks; blocks of a small file touch
+    stride = _doubled_stride(_BLOCK, size)  # bytes between the beginnings of blocks; blocks of a small file touch
     last_position = max(size - _BLOCK, 0)
-    positions = [*range(0, size - _BLOCK, distance), last_position]
+    positions = [*range(0, size - _BLOCK, stride), last_position]
     with open(metrics_file, "rb") as file:
         blocks = [os.pread(file.fileno(), _BLOCK, position) for position in positions]
     # "\n" between the blocks: a line that is cut off at the end of a block must not continue in the next block
@@ -234,7 +234,7 @@ def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
     return np.array(list(loss_by_step.items()), float)  # converts the digits
 
 
-def _double_until_few(unit: int, length: int) -> int:
+def _doubled_stride(unit: int, length: int) -> int:
     """Return `unit`, doubled until `_CURVE_POINTS` units cover `length`.
 
     When `length` grows, every border between units, or every second one, therefore stays a border.

@@ -270,7 +270,7 @@ def _find_state(folder: Path, progress: ProgressRecord, job: Job | None, is_comp
 
     The first case that applies decides:
 
-    1. The process is alive: ``running``.
+    1. The progress file contains ``running``, and the process is alive: ``running``.
     2. A job is in the queue: ``queued`` if it is pending, else ``starting``.
     3. The run's record covers the last milestone (`is_complete`): ``complete``.
     4. The progress file contains ``running``, so the process was killed: ``dead``.

@@ -42,8 +42,9 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
         end: number of completed steps at which training ends.
 
     Raises:
-        DivergedError: the loss or the gradient of a step is not finite. A CPU checks every step before its weights
-            change. A GPU checks steps that log, so earlier steps may already have changed the weights.
+        DivergedError: the loss or the gradient of a step is not finite. A CPU checks the gradient of every step before
+            its weights change, and the loss of steps that log. A GPU checks steps that log, so earlier steps may
+            already have changed the weights.
     """
     interval = log_interval(training.settings.log_every, training.device.type)
     for batch in training.batches.steps(training.step, end):
@@ -60,7 +61,7 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
             parameter.grad = None
         result = _forward_backward(training, draw, noise, batch.conditions)
         gradient_norm = clip_gradient(training.parameters, training.grad_clip)
-        # the maximum is NaN or infinite from the first such norm on: one kernel, where isfinite takes four
+        # `maximum` keeps NaN and infinity: one kernel records whether a norm was not finite, where isfinite takes four
         training.largest_gradient_norm = torch.maximum(training.largest_gradient_norm, gradient_norm)
 
         # measure; on a GPU a step that does not log leaves the check to the caller
@@ -243,15 +244,15 @@ def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Scalar
     if math.isinf(largest_norm):
         return norm
     if norm.device.type == "cpu":
-        # `clip_grads_with_norm_` multiplies by the smaller of this factor and 1. A multiplication by 1 is skipped.
-        # For a norm of NaN the comparison is False, and the gradients become NaN.
+        # `clip_grads_with_norm_` multiplies by min(1, largest_norm / (norm + 1e-6)). A multiplication by 1 is skipped.
+        # With a norm of NaN the comparison is False, so the gradients become NaN.
         is_small = bool(largest_norm / (norm + 1e-6) >= 1)
         if not is_small:
             nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)
         return norm
-    # On a GPU the comparison would synchronise, so the gradients are always multiplied by
-    # min(1, largest_norm / (norm + 1e-6)). The division is written as torch's two kernels, a reciprocal and a product,
-    # because the product with 1 can be left out.
+    # On a GPU the comparison would synchronise, so the gradients are always multiplied by this factor.
+    # torch divides by two kernels, a reciprocal and a multiplication. Written out, the multiplication is skipped for
+    # largest_norm = 1, the default.
     factor = (norm + 1e-6).reciprocal_()
     if largest_norm != 1:
         factor *= largest_norm

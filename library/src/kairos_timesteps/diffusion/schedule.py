@@ -127,12 +127,11 @@ def make_schedule(
 ) -> NoiseSchedule:
     """Return a noise schedule by its name; warn if its process does not end in noise.
 
-    Linear and quadratic: end points of beta 1e-4 and 0.02 (Ho et al. 2020), or those given. scaled_linear is quadratic
-    with the end points of latent diffusion, 0.00085 and 0.012 (Rombach et al. 2022). End points are multiplied by
-    1000/T for other T, as in improved DDPM; without it the process of T = 100 does not reach noise. Cosine: Nichol and
-    Dhariwal 2021, eq. 17.
-
-    Betas are capped at 0.999. End points do not change cosine.
+    Linear and quadratic: end points of beta are 1e-4 and 0.02 (Ho et al. 2020). scaled_linear is quadratic with the end
+    points of latent diffusion, 0.00085 and 0.012 (Rombach et al. 2022). `beta_start` and `beta_end` replace these end
+    points; they do not change cosine (Nichol and Dhariwal 2021, eq. 17). With `scale_betas`, end points are multiplied
+    by 1000/T for other T, as in improved DDPM; otherwise the process of T = 100 does not reach noise. Betas are capped
+    at 0.999.
 
     Raises:
         ConfigError: an unknown schedule.
@@ -170,15 +169,16 @@ def linear_coefficients(schedule: NoiseSchedule) -> tuple[float, float]:
 
 
 def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
-    """Return the timestep, a real number, from which 1/alpha-bar, in SpeeD's continuous form, exceeds r (theorem 1).
+    """Return the real-valued timestep tau after which 1/alpha-bar exceeds r, SpeeD's magnitude (theorem 1).
 
     Raises:
         ConfigError: the schedule is not linear; the closed form holds for linear schedules alone.
     """
     timesteps = schedule.timesteps
-    check_convergence(None, r, timesteps, schedule.name)
+    check_convergence(None, r, timesteps, schedule.name)  # rejects schedules that are not linear
     change, first = linear_coefficients(schedule)
     offset = timesteps * first / change
+    # solve beta_0 tau + Delta-beta tau²/(2 T) = ln r, the continuous form of -ln alpha-bar, for tau
     return math.sqrt(2 * timesteps * math.log(r) / change + offset**2) - offset
 
 
@@ -200,7 +200,7 @@ def start_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedu
 
 
 def check_convergence(tau: int | None, r: float | None, timesteps: int, schedule: str) -> None:
-    """Reject tau unless timesteps lie before and after it, and r unless the schedule is linear; raises ConfigError."""
+    """Reject tau of SpeeD outside 1 ... T - 1, and r unless the schedule is linear; raises ConfigError."""
     demand(tau is None or 0 < tau < timesteps, "tau", tau, f"1 to T - 1 = {timesteps - 1}")
     demand(r is None or schedule == "linear", "r", f"{r} with schedule {schedule}", "schedule linear, or give tau")
 

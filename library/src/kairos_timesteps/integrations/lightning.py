@@ -51,7 +51,10 @@ class StrategyCallback(Callback):
         return self.strategy.state_dict() if self.strategy else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the strategy; most strategies of Lightning call this before the optimizer exists."""
+        """Restore the state of the strategy; before ``fit``, keep it until `on_fit_start`.
+
+        Most of Lightning's distributed strategies load checkpoints before the optimizer exists.
+        """
         if self.strategy:
             self.strategy.load_state_dict(state_dict)
         else:

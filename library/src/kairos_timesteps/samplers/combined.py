@@ -463,16 +463,17 @@ class Schedule(Combined):
         return super().required_context(options) | ({"progress"} if options.of == "progress" else set())
 
     def shares(self, *, step: Any = 0, progress: Any = None, **context: Any) -> list[Any]:
-        """Return the shares of the ramps at a step, or at a fraction of the training run.
+        """Return the share of each component at a step, or at `progress` if starts are fractions; see the class.
 
         Raises:
             ConfigError: starts are fractions, and `progress` is missing.
         """
         now = step if self.of == "steps" else required("progress", progress, "schedule")
-        begun = [1.0]
+        begun = [1.0]  # b_i of the class's formula: 0 before the ramp of component i, 1 from its start on
         for start in self.values[1:]:
             up = (now - start) / self.ramp + 1 if self.ramp else 1.0 * (now >= start)
             begun.append(min(max(up, 0.0), 1.0) if isinstance(up, (int, float)) else up.clip(0.0, 1.0))
+        # component i fades out while component i + 1 is blended in
         return [this * (1 - after) for this, after in zip(begun, [*begun[1:], 0.0])]
 
 
