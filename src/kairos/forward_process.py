@@ -59,7 +59,7 @@ def output_channels(process: Process, channels: int) -> int:
 
 
 def scheduler_config(process: Process, clip: bool) -> dict[str, Any] | None:
-    """Return the configuration of diffusers' scheduler for a process; None without an exported scheduler.
+    """Return the configuration of diffusers' scheduler for a process; None if kairos exports no scheduler.
 
     The schedulers are DDPMScheduler for a discrete process, and FlowMatchEulerDiscreteScheduler for a flow. They pass
     timesteps from 0 to the network, and times of a flow multiplied by 1000. Other processes, such as EDM, have no

@@ -106,7 +106,7 @@ class ZipArchive:
 
 
 def select_listed_files(config: DatasetConfig, names: list[str], labels: list[Label]) -> tuple[list[str], list[Label]]:
-    """Return the names and labels of the files that `dataset.files` lists, in its order; without a list, of all.
+    """Return the names and labels of the files that `dataset.files` lists, in its order. Without a list, return all.
 
     A listed name selects the file with this name, or else one with this name and another suffix. If several have other
     suffixes, the last one in `names` is selected. A file that is selected several times is returned once.

@@ -155,7 +155,7 @@ class Batches:
     def _to_device(
         self, step: int, rows: dict[str, Rows], conditions: dict[str, Rows], visit: dict[str, Integers]
     ) -> Batch:
-        """Compute the batch of a step, x0 and conditions, from the data of `_read`; the caller has copied them.
+        """Compute the batch of a step, x0 and conditions, from the data of `_read`, which must be on the device.
 
         Condition ``low_resolution`` is computed from the images before augmentation. Stochastic latents are sampled
         with noise of the step. A sample loses all its conditions with probability `dropout`. Augmentation comes last

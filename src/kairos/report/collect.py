@@ -431,8 +431,8 @@ def _describe_missing(run: RunResults, errors: list[KairosError]) -> str:
 def _describe_outdated(runs_with_errors: list[_RunWithErrors]) -> tuple[str, ...]:
     """Return a line for each set of changed settings that makes results outdated, with the affected runs in brackets.
 
-    The settings are `OutdatedError.changes`, as text; other errors are ignored. Of more than 12 runs, a line lists the
-    first five.
+    The settings are `OutdatedError.changes`, as text; other errors are ignored. A line with more than
+    12 runs lists the first five.
     """
     runs_by_changes = defaultdict[str, list[str]](list)
     for run, errors in runs_with_errors:

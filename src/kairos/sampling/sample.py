@@ -176,7 +176,7 @@ class _SnapshotSampler:
                 )
                 predict_x0 = DataPrediction(process, predictor, solver.clip, self.options.precision)
                 noise = make_noise_source(self.seed, indices, shape, device)
-                # `solver` are options; `build` calls the solver's function with them, which runs all steps of the grid
+                # `solver` holds options; `build` runs the solver over all steps of the grid
                 x0 = solver.build(process, grid, predict_x0, noise)  # (batch, c, h, w)
                 images = to_uint8(codec.decode(x0.float()))[:kept_count]
             yield images

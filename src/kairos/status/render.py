@@ -220,7 +220,7 @@ def _sample_losses(metrics_file: Path, size: int) -> np.ndarray:
     """Return steps and losses of some lines of metrics.jsonl, float64 (lines, 2), from blocks spread over `size` bytes.
 
     Lines are in the order of the file, and no step is repeated. The blocks of a small file cover it completely. A line
-    that is cut by the end of a block is left out, unless its step and loss precede the cut. The array is
+    that is cut by an end of a block is left out, unless its step and loss are in one block. The array is
     empty, of shape (0,), if no line has a loss.
     """
     stride = _doubled_stride(_BLOCK, size)  # bytes between the beginnings of blocks; blocks of a small file touch

@@ -250,9 +250,9 @@ def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Scalar
         if not is_small:
             nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)
         return norm
-    # On a GPU the comparison would synchronise, so the gradients are always multiplied by this factor.
-    # torch divides by two kernels, a reciprocal and a multiplication. Written out, the multiplication is skipped for
-    # largest_norm = 1, the default.
+    # On a GPU the comparison would synchronise, so the gradients are always multiplied by
+    # min(1, largest_norm / (norm + 1e-6)). torch computes this division by two kernels, a reciprocal and a
+    # multiplication. For largest_norm = 1, the default, the multiplication is skipped.
     factor = (norm + 1e-6).reciprocal_()
     if largest_norm != 1:
         factor *= largest_norm

@@ -51,9 +51,9 @@ class StrategyCallback(Callback):
         return self.strategy.state_dict() if self.strategy else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the strategy; before ``fit``, keep it until `on_fit_start`.
+        """Restore the state of the strategy; if it is not attached yet, keep the state until `on_fit_start`.
 
-        Most of Lightning's distributed strategies load checkpoints before the optimizer exists.
+        By default Lightning loads the states of callbacks before it creates the optimizer.
         """
         if self.strategy:
             self.strategy.load_state_dict(state_dict)
