@@ -209,6 +209,7 @@ class Correct:
     def trained(self, plain: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """Train some steps on a device; return the losses of all steps, and the gradient of the first step."""
         setup(device, True, plain["training"]["precision"])
+        plain = {**plain, "training": {**plain["training"], "log_every": 1}}  # by default a GPU logs every tenth step
         training = training_of(plain, self.data.open(self.shape, 64, pixels=True), device)
         move(training.parameters)
         losses, gradient = [], torch.empty(0)
@@ -319,7 +320,8 @@ class Correct:
         large = {**DIT, "width": 384, "depth": 12, "heads": 6}
         latents, out = self.data.path((4, 32, 32), 1024), self.data.folder / "memory"
         total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, 6 * 2**30 / total), self.device)
+        index = torch.cuda.current_device()  # the function takes no device without an index
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 6 * 2**30 / total), index)
         plain = experiment(large, batch_size=1024, milestones=[2], device=str(self.device))
         try:
             try:
@@ -335,7 +337,7 @@ class Correct:
             train(read_run_settings(plain, "method", 0), out / "parts", latents, [0, 2])
             peak = torch.cuda.max_memory_allocated(self.device)
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            torch.cuda.set_per_process_memory_fraction(1.0, index)
         return {"message": message, "microbatch": size, "gib": round(peak / 2**30, 2)}
 
     def child(self, order: dict[str, Any]) -> ForkServerProcess:

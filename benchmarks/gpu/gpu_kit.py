@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -114,6 +115,7 @@ class Part:
                 row["skipped"] = str(reason)
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}"[:2000]
+                row["raised_in"] = _location(error)
             row["seconds"] = round(time.monotonic() - begun, 2)
             self.content["rows"].append(row)
             self.content["not_reached"] = names[number + 1 :]
@@ -126,6 +128,12 @@ class Part:
         self.content["seconds"] = round(time.monotonic() - self._begun, 1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.content)
+
+
+def _location(error: Exception) -> str:
+    """Return file, line and function in which an error was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
 
 
 def _out_of_time(number: int, frame: object) -> None:
@@ -375,7 +383,7 @@ def synchronisations(device: torch.device, run: Callable[[], Any]) -> dict[str, 
             torch.cuda.set_sync_debug_mode("default")
     locations: Counter[str] = Counter()
     for warning in caught:
-        if "synchroniz" in str(warning.message):
+        if "called a synchronizing" in str(warning.message):  # not the warning that the mode is a prototype
             file = "/".join(Path(warning.filename).parts[-2:])
             locations[f"{file}:{warning.lineno}"] += 1
     return {"count": sum(locations.values()), "places": dict(locations.most_common(8))}

@@ -12,7 +12,7 @@ from kairos_timesteps.coordinates import RandomCoordinates, required
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import ValueRejected, demand, rejection
 from kairos_timesteps.lazy import torch
-from kairos_timesteps.numeric import Array, Tables, Values, bisect, integers, interp, namespace, same_kind, spline
+from kairos_timesteps.numeric import Array, Tables, Values, bisect, integers, interp, namespace, spline
 from kairos_timesteps.options import but_name, dump, option, parse
 from kairos_timesteps.registry import SAMPLERS, sampler, split
 
@@ -550,7 +550,7 @@ class Listed(FixedDensity):
         super().__init__(options, schedule, seed)
         valid = self.times and min(self.times) >= 0 and max(self.times) <= 1
         demand(valid, "times", self.times, "one or more numbers from 0 to 1")
-        self._times = np.minimum(np.sort(self.times), 1 - 2**-53)
+        self._times = Tables(np.minimum(np.sort(self.times), 1 - 2**-53))
 
     @staticmethod
     def check(options: Any) -> None:
@@ -569,13 +569,14 @@ class Listed(FixedDensity):
         count = math.prod(shape)  # times of one sample
         sample = before + coordinates.index_tensor().reshape(-1, *[1] * len(shape))
         number = sample * count + torch.arange(count, device=coordinates.device).view(shape)
-        return ((number % len(self._times) + 0.5) / len(self._times)).double()
+        return ((number % len(self.times) + 0.5) / len(self.times)).double()
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """Return the distribution function, a step at each time of the list."""
-        return namespace(u).searchsorted(same_kind(self._times, u), u, side="left") / len(self._times)
+        (times,) = self._times.like(u)
+        return namespace(u).searchsorted(times, u, side="left") / len(times)
 
     def quantile(self, p: Values, **context: Any) -> Values:
         """Return the time of the list that a probability selects."""
-        number = namespace(p).floor(p * len(self._times)).clip(0, len(self._times) - 1)
-        return same_kind(self._times, p)[integers(number)]
+        (times,) = self._times.like(p)
+        return times[integers(namespace(p).floor(p * len(times)).clip(0, len(times) - 1))]

@@ -14,7 +14,7 @@ from kairos_timesteps.diffusion.schedule import (
 )
 from kairos_timesteps.errors import demand
 from kairos_timesteps.lazy import Tensor, torch
-from kairos_timesteps.numeric import Array, Values, namespace, same_kind
+from kairos_timesteps.numeric import Array, Tables, Values, namespace, same_kind
 from kairos_timesteps.options import option, parse
 from kairos_timesteps.registry import sampler
 
@@ -78,7 +78,8 @@ class Reflected(TableDensity, FixedDensity):
         self.batch: int | None = None
         self.m = meaningful_steps(schedule)
         t = np.arange(schedule.timesteps)
-        self._reflection = np.where(t < self.m, self.m - t, t - self.m).clip(0, schedule.timesteps - 1)
+        reflection = np.where(t < self.m, self.m - t, t - self.m).clip(0, schedule.timesteps - 1)
+        self._reflection = Tables(reflection)
         self._half = TableDensity(parse(TableDensity, {}), schedule, seed)
         self._half.set_masses(self.half_masses())
         self.set_masses(self.masses())
@@ -95,7 +96,8 @@ class Reflected(TableDensity, FixedDensity):
     def masses(self, x0: Tensor | None = None, **context: Any) -> Array:
         """Return the probability of every timestep in both halves together, (T,)."""
         half = self._half.masses()
-        reflected = np.bincount(self._reflection, weights=half, minlength=len(half))
+        (reflection,) = self._reflection.like(half)
+        reflected = np.bincount(reflection, weights=half, minlength=len(half))
         share = 0.5 if self.batch is None else min((self.batch // 2 + 1) / self.batch, 1.0)
         return share * half + (1 - share) * reflected
 
@@ -113,7 +115,8 @@ class Reflected(TableDensity, FixedDensity):
         )
         position = self._half.quantile(self.uniforms(of_half)) * timesteps
         cell = position.long().clamp(max=timesteps - 1)
-        mirrored = same_kind(self._reflection, position)[cell] + (position - cell)
+        (reflection,) = self._reflection.like(position)
+        mirrored = reflection[cell] + (position - cell)
         draws = torch.where(reflected, mirrored, position) / timesteps
         if self.floor:
             other = coordinates.uniform("floor", 2)
