@@ -1,20 +1,17 @@
 """Compare four strategies on one GPU for some minutes: CIFAR-10 at 32x32, the U-Net of 35.7 M parameters.
 
     python studies/gpu.py prepare --images data/cifar10/train-00000-of-00001.parquet   # on any machine with kairos
-    python studies/gpu.py run --seconds 240                                            # on the GPU machine
-    python studies/gpu.py table                                                        # studies/results/gpu.csv
+    python studies/gpu.py run --steps 800                                              # on the GPU machine
 
 All strategies train at the same time on one GPU, one process each, because one process leaves the GPU idle more than
-half of the time. After `--seconds` the processes are stopped. The last snapshot that all strategies have reached is
-sampled and evaluated. studies/gpu.yaml is the experiment, with data of the first 14,000 images.
+half of the time. The snapshots after `--steps` steps are sampled and evaluated. studies/gpu.yaml is the experiment; its
+data are the first 14,000 images.
 """
 
 import argparse
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,7 +21,7 @@ HERE = Path(__file__).parent
 CONFIG = HERE / "gpu.yaml"
 EXPERIMENT = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
 RESULTS = HERE.parent / "results" / EXPERIMENT["experiment"]
-METHODS, MILESTONES = [*EXPERIMENT["methods"]], EXPERIMENT["training"]["milestones"]
+METHODS = [*EXPERIMENT["methods"]]
 IMAGES = 14_000
 
 
@@ -44,36 +41,27 @@ def prepare(images: Path) -> None:
     subprocess.run(command, cwd=HERE.parent, check=True)
 
 
-def run(seconds: float, out: Path) -> None:
-    """Train all strategies at the same time for `seconds`; sample and evaluate their last common snapshot.
+def run(steps: int, out: Path) -> None:
+    """Train all strategies at the same time; sample and evaluate their last snapshots.
 
     Writes ``<method>.json`` (evaluation), ``<method>.jsonl`` (metrics of the steps) and ``<method>.png`` (samples) to
     the folder `out`.
 
     Raises:
-        SystemExit: a command failed, or the strategies have no snapshot in common.
+        SystemExit: a command failed.
     """
-    trainings = {}
-    for method in METHODS:
-        command = kairos("train", "--config", CONFIG, "--method", method, "--seed", 0, "--out", training_folder(method))
-        trainings[method] = subprocess.Popen([*command, "--latents", RESULTS / "latents"])
-    deadline = time.monotonic() + seconds
-    for training in trainings.values():
-        try:
-            training.wait(max(deadline - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            training.send_signal(signal.SIGKILL)  # only snapshots are needed
-            training.wait()
-    reached = [step for step in MILESTONES if all(snapshot(method, step).exists() for method in METHODS)]
-    if not reached:
-        raise SystemExit(f"{seconds:g} s: not enough for {MILESTONES[0]} steps of each strategy")
-
-    step = reached[-1]
     out.mkdir(parents=True, exist_ok=True)
+    wait_for(
+        kairos(
+            "train", "--config", CONFIG, "--method", method, "--seed", 0, "--out", training_folder(method),
+            "--latents", RESULTS / "latents", "--milestones", steps,
+        )
+        for method in METHODS
+    )  # fmt: skip
     sampling, count = EXPERIMENT["sampling"], EXPERIMENT["evaluation"]["num_samples"]
     wait_for(
         kairos(
-            "sample", "--milestone", snapshot(method, step).parent, "--out", training_folder(method) / "samples.npz",
+            "sample", "--milestone", snapshot(method, steps), "--out", training_folder(method) / "samples.npz",
             "--grid", out / f"{method}.png", "--grid-images", 64, "--num", count, "--seed", 0, "--weights", "ema",
             "--scheduler", sampling["scheduler"], "--steps", sampling["steps"], "--precision", "bf16",
             "--batch-size", sampling["batch_size"], "--latents", RESULTS / "latents",
@@ -83,7 +71,7 @@ def run(seconds: float, out: Path) -> None:
     )  # fmt: skip
     wait_for(
         kairos(
-            "evaluate", "--samples", training_folder(method) / "samples.npz", "--milestone", snapshot(method, step).parent,
+            "evaluate", "--samples", training_folder(method) / "samples.npz", "--milestone", snapshot(method, steps),
             "--out", out / f"{method}.json", "--reference", RESULTS / "reference" / "reference.json",
             "--extractor", RESULTS / "extractor", "--latents", RESULTS / "latents",
         )
@@ -94,8 +82,8 @@ def run(seconds: float, out: Path) -> None:
 
 
 def snapshot(method: str, step: int) -> Path:
-    """Return the record of a snapshot, which is written last."""
-    return training_folder(method) / "milestones" / f"{step:07d}" / "milestone.json"
+    """Return the folder of a snapshot."""
+    return training_folder(method) / "milestones" / f"{step:07d}"
 
 
 def training_folder(method: str) -> Path:
@@ -116,13 +104,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["prepare", "run"])
     parser.add_argument("--images", type=Path, help="parquet file of CIFAR-10's training set")
-    parser.add_argument("--seconds", type=float, default=240, help="time of the training runs, start-up included")
+    parser.add_argument("--steps", type=int, default=800, help="steps of each training run")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "gpu", help="folder of the results")
     arguments = parser.parse_args()
     if arguments.command == "prepare":
+        if arguments.images is None or not arguments.images.exists():
+            parser.error(f"--images: got {arguments.images}, allowed: the parquet file of CIFAR-10's training set")
         prepare(arguments.images)
     else:
-        run(arguments.seconds, arguments.out)
+        run(arguments.steps, arguments.out)
 
 
 if __name__ == "__main__":

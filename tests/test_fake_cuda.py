@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections import Counter
 from random import Random
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from kairos.sampling.generate import DataPrediction, Guidance, build_guided_pred
 from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid
 from kairos.training.loop import train_steps
-from kairos_timesteps.base import Learned, MeasuresNetwork
+from kairos_timesteps.base import FixedDensity, Learned, MeasuresNetwork
 from kairos_timesteps.components import COUPLINGS, PROCESSES, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import POINTS
 from kairos_timesteps.errors import ConfigError
@@ -394,3 +395,16 @@ def test_sampling_does_not_synchronise_in_any_precision(number, latents):
     guidance_scale = (1.0, 2.0)[(solver_index + process_index // 3) % 2]
     diffusion = {"process": process, "prediction": prediction}
     assert not count_synchronisations_of_sampling(latents, solver, diffusion, precision, guidance_scale)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity)])
+def test_draws_of_a_fixed_density_can_be_captured_in_a_cuda_graph(name):
+    """While a graph is captured, nothing may be copied to the device, and pinned memory is not used."""
+    with fake_cuda() as record, mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+        strategy = Strategy(name, "cosine")
+        x0 = torch.zeros(4, 3, 8, 8, device=DEVICE)
+        step = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        strategy.draw(x0, step=step)  # moves tables to the device
+        record.clear()
+        strategy.draw(x0, step=step)
+        assert not record.synchronisations
