@@ -397,7 +397,9 @@ def test_sampling_does_not_synchronise_in_any_precision(number, latents):
     assert not count_synchronisations_of_sampling(latents, solver, diffusion, precision, guidance_scale)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity)])
+@pytest.mark.parametrize(
+    "name", [name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity)]
+)
 def test_draws_of_a_fixed_density_can_be_captured_in_a_cuda_graph(name):
     """While a graph is captured, nothing may be copied to the device, and pinned memory is not used."""
     with fake_cuda() as record, mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
