@@ -282,7 +282,7 @@ def test_code_that_a_plugin_imports_from_its_folder_counts(folder):
     code = f"from kairos.config import load; from kairos.config.plugins import plugin_fingerprints\n\
 print(plugin_fingerprints(load({str(kept)!r}).methods)['my_strategies:Power'])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert printed != read_json(plugins.codes_file(kept))["my_strategies:Power"]
+    assert printed != read_json(plugins.fingerprints_file(kept))["my_strategies:Power"]
     assert before == fingerprint_methods()  # this process has imported the earlier text
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kairos_timesteps.errors import ConfigError, KairosError
 
 # end of messages about a shard that cannot be used: what the user can do
-AGAIN = "delete this shard and run again: the workflow computes it again; by hand, use --shard"
+AGAIN = "delete this shard if it exists, and run again: the workflow computes it again; by hand, use --shard"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from kairos.analyses.settings import ANALYSES, AnalysisOptions, check_analyses
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.components import component
 from kairos.config.consistency import check_consistency
-from kairos.config.plugins import check_listed, codes_file, load_plugins, plugin_fingerprints
+from kairos.config.plugins import check_listed, fingerprints_file, load_plugins, plugin_fingerprints
 from kairos.config.published_results import ClaimConfig, KnownConfig, PublishedConfig
 from kairos.config.reading import read_experiment_file
 from kairos.config.sweeps import expand_grids
@@ -323,12 +323,12 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
     `plugins.check_unedited`. A file that exists is not written again.
     """
     plain = experiment.plain()
-    codes = plugin_fingerprints(experiment.methods)
-    hashed_content = [plain, codes] if codes else plain  # without plugins, the hash of earlier versions
+    fingerprints = plugin_fingerprints(experiment.methods)
+    hashed_content = [plain, fingerprints] if fingerprints else plain  # without plugins, the hash of earlier versions
     path = Path(folder) / f"{experiment.experiment}-{sha256_json(hashed_content)[:16]}.yaml"
-    # the codes first, so that a frozen experiment never lacks them
-    if codes and not codes_file(path).exists():
-        write_json(codes_file(path), codes)
+    # the fingerprints first, so that a frozen experiment never lacks them
+    if fingerprints and not fingerprints_file(path).exists():
+        write_json(fingerprints_file(path), fingerprints)
     if not path.exists():
         write_text(path, yaml.safe_dump(plain, sort_keys=False))
     return path

@@ -258,7 +258,7 @@ def plugin_fingerprints(methods: "dict[str, MethodConfig]") -> dict[str, str]:
     return fingerprints
 
 
-def codes_file(config: Path) -> Path:
+def fingerprints_file(config: Path) -> Path:
     """Return the path of the JSON file with the `plugin_fingerprints` of a frozen experiment, next to its file."""
     return config.with_suffix(".plugins.json")
 
@@ -269,13 +269,13 @@ def check_unedited(config: Path, name: str, method: "MethodConfig") -> None:
     Components without a recorded fingerprint pass. Only frozen experiment files have fingerprints, so all others pass.
 
     Args:
-        config: experiment file; its fingerprints are in `codes_file`.
+        config: experiment file; its fingerprints are in `fingerprints_file`.
         name: name of the method, for the error message.
 
     Raises:
         KairosError: the code was edited since.
     """
-    file = codes_file(config)
+    file = fingerprints_file(config)
     recorded_fingerprints = read_json(file) if file.is_file() else {}
     for component, present_fingerprint in plugin_fingerprints({name: method}).items():
         if recorded_fingerprints.get(component, present_fingerprint) != present_fingerprint:

@@ -91,7 +91,7 @@ class Batches:
         on_cpu = self.device.type == "cpu"
         if on_cpu and self.latents.are_in_memory:
             for step in range(first, end):
-                yield self._to_device(step, *self._read(step))
+                yield self._compute_batch(step, *self._read(step))
             return
         read = self._read if on_cpu else self._read_packed  # `PackedTensors` are copied to a GPU at once
         with ThreadPoolExecutor(1) as reader:
@@ -103,9 +103,9 @@ class Batches:
                 if step + _PREFETCHED_STEPS < end:
                     pending.append(reader.submit(read, step + _PREFETCHED_STEPS))
                 if isinstance(data, PackedTensors):
-                    yield self._to_device(step, *data.to(self.device))
+                    yield self._compute_batch(step, *data.to(self.device))
                 else:
-                    yield self._to_device(step, *data)
+                    yield self._compute_batch(step, *data)
 
     def _read_packed(self, step: int) -> "PackedTensors":
         """Read the data of a step, see `_read`, into one buffer on the CPU, which is pinned if the device is CUDA."""
@@ -152,7 +152,7 @@ class Batches:
             items[in_epoch] = order[positions[in_epoch] % train_count]
         return {"item": items, "epoch": epochs, "items": np.full_like(items, train_count)}
 
-    def _to_device(
+    def _compute_batch(
         self, step: int, rows: dict[str, Rows], conditions: dict[str, Rows], visit: dict[str, Integers]
     ) -> Batch:
         """Compute the batch of a step, x0 and conditions, from the data of `_read`, which must be on the device.

@@ -229,7 +229,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
 
 
-def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Scalar:
+def clip_gradient(parameters: list[nn.Parameter], max_norm: float) -> Scalar:
     """Scale gradients down to a largest norm, as `torch.nn.utils.clip_grad_norm_`, and return their norm before that.
 
     The returned norm, over all parameters that have a gradient, is a scalar on the device. No error is raised if it is
@@ -237,25 +237,25 @@ def clip_gradient(parameters: list[nn.Parameter], largest_norm: float) -> Scalar
 
     Args:
         parameters: parameters whose gradients change in place.
-        largest_norm: norm that the gradients may have; inf: no clipping.
+        max_norm: largest norm that the gradients may have; inf: no clipping.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
-    if math.isinf(largest_norm):
+    if math.isinf(max_norm):
         return norm
     if norm.device.type == "cpu":
-        # `clip_grads_with_norm_` multiplies by min(1, largest_norm / (norm + 1e-6)). A multiplication by 1 is skipped.
+        # `clip_grads_with_norm_` multiplies by min(1, max_norm / (norm + 1e-6)). A multiplication by 1 is skipped.
         # With a norm of NaN the comparison is False, so the gradients become NaN.
-        is_small = bool(largest_norm / (norm + 1e-6) >= 1)
+        is_small = bool(max_norm / (norm + 1e-6) >= 1)
         if not is_small:
-            nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
     # On a GPU the comparison would synchronise, so the gradients are always multiplied by
-    # min(1, largest_norm / (norm + 1e-6)). torch computes this division by two kernels, a reciprocal and a
-    # multiplication. For largest_norm = 1, the default, the multiplication is skipped.
+    # min(1, max_norm / (norm + 1e-6)). torch computes this division by two kernels, a reciprocal and a
+    # multiplication. For max_norm = 1, the default, the multiplication is skipped.
     factor = (norm + 1e-6).reciprocal_()
-    if largest_norm != 1:
-        factor *= largest_norm
+    if max_norm != 1:
+        factor *= max_norm
     torch._foreach_mul_(gradients, factor.clamp_(max=1.0))
     return norm
 

@@ -468,13 +468,13 @@ class Schedule(Combined):
         Raises:
             ConfigError: starts are fractions, and `progress` is missing.
         """
-        now = step if self.of == "steps" else required("progress", progress, "schedule")
-        begun = [1.0]  # b_i of the class's formula: 0 before the ramp of component i, 1 from its start on
+        time = step if self.of == "steps" else required("progress", progress, "schedule")
+        ramps = [1.0]  # b_i of the class's formula: 0 before the ramp of component i, 1 from its start on
         for start in self.values[1:]:
-            up = (now - start) / self.ramp + 1 if self.ramp else 1.0 * (now >= start)
-            begun.append(min(max(up, 0.0), 1.0) if isinstance(up, (int, float)) else up.clip(0.0, 1.0))
+            ramp = (time - start) / self.ramp + 1 if self.ramp else 1.0 * (time >= start)
+            ramps.append(min(max(ramp, 0.0), 1.0) if isinstance(ramp, (int, float)) else ramp.clip(0.0, 1.0))
         # component i fades out while component i + 1 is blended in
-        return [this * (1 - after) for this, after in zip(begun, [*begun[1:], 0.0])]
+        return [ramp * (1 - next_ramp) for ramp, next_ramp in zip(ramps, [*ramps[1:], 0.0])]
 
 
 @sampler("table", "a density by tabulated values: cells, lines or a spline")
