@@ -82,12 +82,13 @@ def test_links_of_a_page_lead_somewhere_on_a_code_host(page):
 
 
 @pytest.mark.long
-def test_the_readme_contains_the_table_of_the_committed_results(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(("module", "page"), [("readme_figure", "README.md"), ("tuned_figure", "docs/choosing.md")])
+def test_a_page_contains_the_table_of_the_committed_results(module, page, monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "studies"))
-    monkeypatch.setattr("sys.argv", ["readme_figure.py", "--out", str(tmp_path / "study.png")])
-    importlib.import_module("readme_figure").main()
-    assert capsys.readouterr().out.strip() in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("sys.argv", [f"{module}.py", "--out", str(tmp_path / "figure.png")])
+    importlib.import_module(module).main()
+    assert capsys.readouterr().out.strip() in (ROOT / page).read_text(encoding="utf-8")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_citation_has_the_version_of_the_package():
