@@ -77,10 +77,10 @@ gpu:  ## what only a GPU shows, without set-up: PART=correct, step, strategies, 
 	  PYTHONPATH=src:library/src:$$packages $(PYTHON) benchmarks/gpu/$$part.py $(FLAGS) || status=1; \
 	done; exit $$status
 
-gpu-wheels:  ## download wheels for a GPU machine without a network, whose Python is GPU_PYTHON: what make gpu needs beside torch
+gpu-wheels:  ## download wheels for a GPU machine without a network, whose Python is GPU_PYTHON: pydantic, jaxtyping and diffusers (not huggingface_hub, requests, regex, PyYAML)
 	@$(PYTHON) -m pip download --quiet --dest wheels --only-binary=:all: --python-version $(GPU_PYTHON) \
 	  --platform manylinux2014_x86_64 pydantic jaxtyping \
-	  && $(PYTHON) -m pip download --quiet --dest wheels --no-deps diffusers importlib_metadata zipp && ls wheels
+	  && $(PYTHON) -m pip download --quiet --dest wheels --no-deps "diffusers>=0.42" importlib_metadata zipp && ls wheels
 
 ui: setup  ## look at the imported runs in MLflow (FLAGS="--port 5001 --no-open")
 	@exec $(BIN)/kairos ui $(FLAGS)

@@ -1,11 +1,11 @@
 """Compare four strategies on one GPU for some minutes: CIFAR-10 at 32x32, the U-Net of 35.7 M parameters.
 
     python studies/gpu.py prepare --images data/cifar10/train-00000-of-00001.parquet   # on any machine with kairos
-    python studies/gpu.py run --steps 800                                              # on the GPU machine
+    PYTHONPATH=src:library/src python studies/gpu.py run --steps 800   # on a GPU machine, with results/study_gpu
 
-All strategies train at the same time on one GPU, one process each, because one process leaves the GPU idle more than
-half of the time. The snapshots after `--steps` steps are sampled and evaluated. studies/gpu.yaml is the experiment; its
-data are the first 14,000 images.
+All strategies train at the same time on one GPU, in one process each. No measurement shows that this is faster than one
+after the other. The snapshots after `--steps` steps are sampled and evaluated. studies/gpu.yaml is the experiment; its
+data are the first 14,000 images. The folder results/study_gpu, which `prepare` writes, has to be on the GPU machine.
 """
 
 import argparse
@@ -22,20 +22,23 @@ CONFIG = HERE / "gpu.yaml"
 EXPERIMENT = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
 RESULTS = HERE.parent / "results" / EXPERIMENT["experiment"]
 METHODS = [*EXPERIMENT["methods"]]
-IMAGES = 14_000
+IMAGE_COUNT = 14_000  # first images of the file: 12,600 for training, 1,400 held out
 
 
 def kairos(*arguments: object) -> list[str]:
-    """Return a command of kairos with this interpreter, which need not have kairos installed."""
+    """Return a command line of kairos for this interpreter; kairos is installed or on PYTHONPATH."""
     return [sys.executable, "-m", "kairos", *map(str, arguments)]
 
 
 def prepare(images: Path) -> None:
-    """Cut the data set, and run all stages before training by Snakemake; a GPU machine may lack their packages."""
+    """Write the first images to a parquet file, and run all stages before training with Snakemake.
+
+    A GPU machine may lack the packages of these stages.
+    """
     import pyarrow.parquet
 
     RESULTS.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.parquet.read_table(images).slice(0, IMAGES), RESULTS / "cifar10.parquet")
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(images).slice(0, IMAGE_COUNT), RESULTS / "cifar10.parquet")
     target = RESULTS.relative_to(HERE.parent) / "reference" / "reference.json"
     command = [sys.executable, "-m", "snakemake", str(target), "--cores", "2", "--configfile", str(CONFIG)]
     subprocess.run(command, cwd=HERE.parent, check=True)
@@ -58,6 +61,8 @@ def run(steps: int, out: Path) -> None:
         )
         for method in METHODS
     )  # fmt: skip
+    for method in METHODS:
+        shutil.copy(training_folder(method) / "metrics.jsonl", out / f"{method}.jsonl")
     sampling, count = EXPERIMENT["sampling"], EXPERIMENT["evaluation"]["num_samples"]
     wait_for(
         kairos(
@@ -77,8 +82,6 @@ def run(steps: int, out: Path) -> None:
         )
         for method in METHODS
     )  # fmt: skip
-    for method in METHODS:
-        shutil.copy(training_folder(method) / "metrics.jsonl", out / f"{method}.jsonl")
 
 
 def snapshot(method: str, step: int) -> Path:
@@ -92,7 +95,7 @@ def training_folder(method: str) -> Path:
 
 
 def wait_for(commands: Iterable[list[str]]) -> None:
-    """Run commands at the same time; SystemExit if one of them fails."""
+    """Run commands at the same time, and wait for all of them; raise SystemExit if one fails."""
     processes = [subprocess.Popen(command) for command in commands]
     failed = [process.args for process in processes if process.wait()]
     if failed:
@@ -109,7 +112,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.command == "prepare":
         if arguments.images is None or not arguments.images.exists():
-            parser.error(f"--images: got {arguments.images}, allowed: the parquet file of CIFAR-10's training set")
+            parser.error(
+                f"--images: got {arguments.images}, allowed: an existing parquet file of CIFAR-10's training set"
+            )
         prepare(arguments.images)
     else:
         run(arguments.steps, arguments.out)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_kit import Data, Part, Skipped, arguments, experiment, free, move, setup, training_of
+from gpu_kit import Data, Part, Skipped, arguments, experiment, free, location, move, setup, training_of
 from sample import SampledBatch
 
 from kairos.files import read_json, write_json
@@ -147,7 +147,7 @@ class Correct:
             try:
                 results[precision] = self.against_cpu(plain, judged)
             except Exception as error:  # the other precisions are measured too
-                failures.append(f"{precision}: {error}")
+                failures.append(f"{precision}: {error} ({location(error)})")
         assert not failures, f"{'; '.join(failures)}; {json.dumps(results)}"
         return results
 
@@ -209,7 +209,7 @@ class Correct:
     def trained(self, plain: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """Train some steps on a device; return the losses of all steps, and the gradient of the first step."""
         setup(device, True, plain["training"]["precision"])
-        plain = {**plain, "training": {**plain["training"], "log_every": 1}}  # by default a GPU logs every tenth step
+        plain = {**plain, "training": {**plain["training"], "log_every": 1}}  # else a GPU logs every tenth step
         training = training_of(plain, self.data.open(self.shape, 64, pixels=True), device)
         move(training.parameters)
         losses, gradient = [], torch.empty(0)
@@ -320,7 +320,8 @@ class Correct:
         large = {**DIT, "width": 384, "depth": 12, "heads": 6}
         latents, out = self.data.path((4, 32, 32), 1024), self.data.folder / "memory"
         total = torch.cuda.get_device_properties(self.device).total_memory
-        index = torch.cuda.current_device()  # the function takes no device without an index
+        # the function needs an index
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
         torch.cuda.set_per_process_memory_fraction(min(1.0, 6 * 2**30 / total), index)
         plain = experiment(large, batch_size=1024, milestones=[2], device=str(self.device))
         try:

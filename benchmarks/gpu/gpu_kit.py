@@ -115,7 +115,7 @@ class Part:
                 row["skipped"] = str(reason)
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}"[:2000]
-                row["raised_in"] = _location(error)
+                row["raised_in"] = location(error)
             row["seconds"] = round(time.monotonic() - begun, 2)
             self.content["rows"].append(row)
             self.content["not_reached"] = names[number + 1 :]
@@ -130,7 +130,7 @@ class Part:
         write_json(self.path, self.content)
 
 
-def _location(error: Exception) -> str:
+def location(error: Exception) -> str:
     """Return file, line and function in which an error was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
@@ -164,7 +164,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     provenance = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}",
         "driver": _first_output_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": _first_output_line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "commit": _first_output_line("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"),
         "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
         "diffusers": no_unet() is None,
     }  # fmt: skip
@@ -383,7 +383,7 @@ def synchronisations(device: torch.device, run: Callable[[], Any]) -> dict[str, 
             torch.cuda.set_sync_debug_mode("default")
     locations: Counter[str] = Counter()
     for warning in caught:
-        if "called a synchronizing" in str(warning.message):  # not the warning that the mode is a prototype
+        if "called a synchronizing" in str(warning.message):  # excludes the warning that the mode is a prototype
             file = "/".join(Path(warning.filename).parts[-2:])
             locations[f"{file}:{warning.lineno}"] += 1
     return {"count": sum(locations.values()), "places": dict(locations.most_common(8))}

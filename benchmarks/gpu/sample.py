@@ -186,7 +186,7 @@ class Sample:
 
 def main() -> int:
     """Run the part; return 1 if a row fails, else 0."""
-    part = Part("sample", "sampling schemes beside the network alone, taking turns", arguments(__doc__))
+    part = Part("sample", "solvers compared with the network alone, in alternating blocks", arguments(__doc__))
     return part.run(Sample(part).rows())
 
 

@@ -282,7 +282,9 @@ class Bare:
 
 def main() -> int:
     """Run the part; return 1 if a row fails, else 0."""
-    part = Part("step", "a training step beside a bare loop of the same model, taking turns", arguments(__doc__))
+    part = Part(
+        "step", "a training step compared with a bare loop of the same model, in alternating blocks", arguments(__doc__)
+    )
     with Data() as data:
         return part.run(Step(part, data).rows())
 

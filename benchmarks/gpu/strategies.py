@@ -132,7 +132,7 @@ class Strategies:
 
 def main() -> int:
     """Run the part; return 1 if a row fails, else 0."""
-    part = Part("strategies", "time per step beside uniform's at batch 128 and T = 1000", arguments(__doc__))
+    part = Part("strategies", "time per step compared with uniform, at batch 128 and T = 1000", arguments(__doc__))
     with Data() as data:
         return part.run(Strategies(part, data).rows())
 

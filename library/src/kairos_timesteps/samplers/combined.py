@@ -468,13 +468,13 @@ class Schedule(Combined):
         Raises:
             ConfigError: starts are fractions, and `progress` is missing.
         """
-        time = step if self.of == "steps" else required("progress", progress, "schedule")
-        ramps = [1.0]  # b_i of the class's formula: 0 before the ramp of component i, 1 from its start on
+        elapsed = step if self.of == "steps" else required("progress", progress, "schedule")
+        onsets = [1.0]  # b_i of the class's formula: rises from 0 to 1 during `ramp`, and is 1 from start_i on
         for start in self.values[1:]:
-            ramp = (time - start) / self.ramp + 1 if self.ramp else 1.0 * (time >= start)
-            ramps.append(min(max(ramp, 0.0), 1.0) if isinstance(ramp, (int, float)) else ramp.clip(0.0, 1.0))
+            onset = (elapsed - start) / self.ramp + 1 if self.ramp else 1.0 * (elapsed >= start)
+            onsets.append(min(max(onset, 0.0), 1.0) if isinstance(onset, (int, float)) else onset.clip(0.0, 1.0))
         # component i fades out while component i + 1 is blended in
-        return [ramp * (1 - next_ramp) for ramp, next_ramp in zip(ramps, [*ramps[1:], 0.0])]
+        return [onset * (1 - next_onset) for onset, next_onset in zip(onsets, [*onsets[1:], 0.0])]
 
 
 @sampler("table", "a density by tabulated values: cells, lines or a spline")
