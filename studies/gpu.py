@@ -113,7 +113,7 @@ def main() -> None:
     if arguments.command == "prepare":
         if arguments.images is None or not arguments.images.exists():
             parser.error(
-                f"--images: got {arguments.images}, allowed: an existing parquet file of CIFAR-10's training set"
+                f"--images: got {arguments.images}, allowed: a parquet file of CIFAR-10's training set"
             )
         prepare(arguments.images)
     else:

@@ -401,7 +401,7 @@ def test_sampling_does_not_synchronise_in_any_precision(number, latents):
     "name", [name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity)]
 )
 def test_draws_of_a_fixed_density_can_be_captured_in_a_cuda_graph(name):
-    """A draw after the first one copies nothing to the device: a graph cannot capture copies from memory that is not pinned."""
+    """A draw after the first one copies nothing to the device: a graph cannot capture copies from unpinned memory."""
     with fake_cuda() as record, mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
         strategy = Strategy(name, "cosine")
         x0 = torch.zeros(4, 3, 8, 8, device=DEVICE)

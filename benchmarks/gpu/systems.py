@@ -3,8 +3,8 @@
     make gpu PART=systems
 
 The files are those of experiments/systems, the images random numbers. The batch is the published one, halved until it
-fits. The precision is bf16. In addition to torch and numpy, PyYAML is needed, and diffusers for the U-Nets. $WHEELS provides
-diffusers, without its dependencies.
+fits. The precision is bf16. In addition to torch and numpy, PyYAML is needed, and diffusers for the U-Nets. $WHEELS
+provides diffusers, without its dependencies.
 """
 
 import sys
