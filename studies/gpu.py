@@ -112,9 +112,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.command == "prepare":
         if arguments.images is None or not arguments.images.exists():
-            parser.error(
-                f"--images: got {arguments.images}, allowed: a parquet file of CIFAR-10's training set"
-            )
+            parser.error(f"--images: got {arguments.images}, allowed: a parquet file of CIFAR-10's training set")
         prepare(arguments.images)
     else:
         run(arguments.steps, arguments.out)
