@@ -3,8 +3,8 @@
     python studies/tuned_figure.py                 # prints the table in Markdown and writes docs/tuned.png
 
 Left: final distance of each strategy relative to tuned uniform, by setting. Right: performance profiles, the share of
-settings in which a strategy reaches uniform's final distance within a multiple of the fastest strategy's time. Settings
-are left out if they are not finished, or if ten seeds cannot detect 25 % in distance there.
+settings in which a strategy reaches uniform's final distance within a multiple of the fastest strategy's time. Unfinished
+settings are left out. The setting digits is left out too, because ten seeds cannot detect 25 % in distance there.
 """
 
 import argparse
@@ -19,30 +19,30 @@ import tuned
 STUDIES = Path(__file__).resolve().parent
 FIGURE = STUDIES.parent / "docs/tuned.png"
 SETTINGS = {  # setting: title of its column
-    "fashion_mnist_latents": "latents (Fashion-MNIST)",
-    "cifar10": "flow matching (CIFAR-10)",
-    "cifar10_edm": "EDM (CIFAR-10)",
+    "fashion_mnist_latents": "v in latents (Fashion-MNIST)",
+    "cifar10": "flow matching in pixels (CIFAR-10)",
+    "cifar10_edm": "EDM in pixels (CIFAR-10)",
 }
-NAMES = {  # method in the results: name of the strategy; the weighting under EDM is EDM's
+NAMES = {  # method in the results: name in the figure; for options and weightings see studies/tuning.yaml
     "log_normal": "log_normal",
     "info_noise": "info_noise",
     "coarse_to_fine": "auto+coarse_to_fine, untuned",
     "min_snr": "min_snr",
-    "speed": "speed+change_aware",
+    "speed": "speed",
     "auto": "auto, untuned",
     "gradient_norm": "gradient_norm",
     "adaptive": "adaptive",
     "uniform": "uniform",
 }
-COLOURS_OF_SETTINGS = ("#0072B2", "#E69F00", "#009E73")  # Okabe and Ito's palette, as the next
-COLOURS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#999999", "#9467BD", "black")
+COLOURS_OF_SETTINGS = ("black", "#882255", "#999933")  # left panel
+COLOURS_OF_METHODS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#999999", "#9467BD", "black")
 
 
 def read_results() -> pd.DataFrame:
     """Return the committed rows of the final round, of settings in which all seeds of all strategies are finished."""
     rows = pd.read_csv(STUDIES / "results/tuned_final.csv")
     finished = []
-    for setting in SETTINGS:
+    for setting in tuned.SETTINGS:
         seeds = tuned.FINAL_SEEDS.get(setting, tuned.SEEDS["final"])
         counts = rows[rows["setting"] == setting].groupby("method")["seed"].nunique()
         if all(counts.get(method, 0) == len(seeds) for method in NAMES):
@@ -51,9 +51,10 @@ def read_results() -> pd.DataFrame:
 
 
 def select_ratios(judged: pd.DataFrame) -> pd.DataFrame:
-    """Return the ratios of the distance: a row per method, the lowest mean first, and columns per setting.
+    """Return the ratios of the distance, with a row per method, the lowest mean first.
 
-    `judged` is the result of ``judge.table``. The columns are pairs of a setting and one of its columns.
+    `judged` is the result of ``judge.table``. Columns are pairs of a setting and a column of `judged`, such as
+    ``("cifar10_edm", "ratio")``.
     """
     is_shown = (judged["metric"] == "distance") & judged["method"].isin(NAMES) & judged["setting"].isin(SETTINGS)
     rows = judged[is_shown]
@@ -77,7 +78,7 @@ def markdown(ratios: pd.DataFrame) -> str:
 
 
 def _cell(row: pd.Series, method: str) -> str:
-    """Return the text of a ratio with its interval; of uniform, the value."""
+    """Return the ratio with its interval, or the distance if the method is uniform."""
     if method == "uniform":
         return f"{row['value']:.3g}"
     text = f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
@@ -88,7 +89,7 @@ def draw(ratios: pd.DataFrame, times: pd.DataFrame, path: Path) -> None:
     """Write the figure to the file `path`.
 
     Args:
-        ratios: rows of `select_ratios`.
+        ratios: result of `select_ratios`.
         times: times to uniform's final distance relative to the fastest strategy's, by method and setting; inf if it
             is not reached. See ``judge.relative_times_to_target``.
         path: the file.
@@ -115,7 +116,7 @@ def draw(ratios: pd.DataFrame, times: pd.DataFrame, path: Path) -> None:
         xscale="log",
         yticks=range(len(methods)),
         yticklabels=[NAMES[method] for method in methods],
-        xlabel="distance / tuned uniform's; full: corrected p < 0.05",
+        xlabel="Fréchet distance / tuned uniform's\n95 % interval; filled: corrected p < 0.05",
         title="At equal time: left is better",
     )
     ticks = [0.3, 0.4, 0.5, 0.7, 1]
@@ -127,14 +128,14 @@ def draw(ratios: pd.DataFrame, times: pd.DataFrame, path: Path) -> None:
     times = times.loc[ratios.index, settings]
     values = times.to_numpy()
     largest = values[np.isfinite(values)].max() * 1.05
-    for number, (method, colour) in enumerate(zip(times.index, COLOURS, strict=True)):
+    for number, (method, colour) in enumerate(zip(times.index, COLOURS_OF_METHODS, strict=True)):
         multiples, shares = page.profile_curve(times.loc[method], largest)
         shifted = [share - 0.008 * number for share in shares]  # so that equal curves stay visible
         right.step(multiples, shifted, where="post", color=colour, lw=1.5, label=NAMES[method])
     right.set(
         xscale="log",
-        xlabel="time to uniform's distance / fastest time",
-        ylabel="share of settings",
+        xlabel="time to tuned uniform's distance\n/ fastest strategy's time",
+        ylabel="settings",
         title="Performance profiles: upper left is better",
         yticks=np.arange(len(settings) + 1) / len(settings),
         yticklabels=[f"{number} of {len(settings)}" for number in range(len(settings) + 1)],
