@@ -3,8 +3,9 @@
     python studies/tuned_figure.py                 # prints the table in Markdown and writes docs/tuned.png
 
 Left: final distance of each strategy relative to tuned uniform, by setting. Right: performance profiles, the share of
-settings in which a strategy reaches uniform's final distance within a multiple of the fastest strategy's time. Unfinished
-settings are left out. The setting digits is left out too, because ten seeds cannot detect 25 % in distance there.
+settings in which a strategy reaches uniform's final distance within a multiple of the fastest strategy's time.
+
+Unfinished settings are left out. The setting digits is left out too: ten seeds cannot detect 25 % in distance there.
 """
 
 import argparse
