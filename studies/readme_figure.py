@@ -69,7 +69,7 @@ def markdown(ratios: pd.DataFrame) -> str:
 
     `ratios` is the result of `final_ratios`.
     """
-    lines = ["| strategy | distance | validation loss | speed |", "|---|---|---|---|"]
+    lines = ["| strategy | distance | validation loss | speed-up |", "|---|---|---|---|"]
     for method, row in ratios.iterrows():
         cells = [_ratio(row["distance"], 2), _ratio(row["val_loss"], 3), f"{row['distance', 'to_uniform']:.1f}"]
         lines.append(f"| `{NAMES[method]}` | {' | '.join(cells)} |")
