@@ -11,7 +11,7 @@ from reference import plain, table
 
 from kairos.config.published_results import PublishedConfig
 from kairos.costs.rendering import format_bytes
-from kairos.report.formatting import NONE, format_number
+from kairos.report.formatting import DASH, format_number
 
 ROOT = Path(__file__).resolve().parent.parent
 UTILISATION = 0.4
@@ -28,11 +28,11 @@ def paper(name: str) -> str:
         path = one.file.relative_to(ROOT).as_posix()
         count = sum(len(list(block.numbers())) for block in one.experiment.published)
         hours = map(format_number, one.gpu_hours_by_gpu(UTILISATION).values())
-        small_run = small_runs.get(path, {"seconds": NONE, "result": NONE})
+        small_run = small_runs.get(path, {"seconds": DASH, "result": DASH})
         rows.append(
             [
                 f"[{one.file.stem}](#{one.file.stem})",
-                f"{count} numbers" if count else NONE,
+                f"{count} numbers" if count else DASH,
                 *hours,
                 small_run["seconds"],
                 plain(small_run["result"]),
@@ -74,7 +74,7 @@ def _numbers(block: PublishedConfig) -> str:
     rows = []
     for row, values in block.rows.items():
         method = f"none: {block.missing[row]}" if row in block.missing else f"`{block.methods.get(row, row)}`"
-        rows.append([plain(row), method, *(NONE if value is None else f"{value:g}" for value in values)])
+        rows.append([plain(row), method, *(DASH if value is None else f"{value:g}" for value in values)])
     return table(heads, rows) + (f"\n\nNot compared: {plain(block.differs)}." if block.differs else "")
 
 

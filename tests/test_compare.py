@@ -72,7 +72,7 @@ def test_numbers_equal_those_of_the_report(tree, compare):
     text = compare(tree[1], "--format", "csv")
     assert next(csv.reader(io.StringIO(text))) == COLUMNS
     rows = rows_of(text)
-    report = {row.method: row for row in ranking.compare_methods(collect(load(tree[0]), tree[1]))}
+    report = {row.method: row for row in ranking.compare_methods(collect(load(tree[0]), tree[1]).measurements)}
     assert list(rows) == list(report)
     base = report["uniform"].curve.mean[-1]
     for method, row in report.items():
@@ -331,7 +331,7 @@ def test_the_index_lists_all_experiments_with_links_that_exist(small, compare):
     content = html.unescape((root / "index.html").read_text())
     assert "2 experiments" in content and "no_results" not in content
     assert "broken/reference/reference.json is missing" in content
-    for row in ranking.compare_methods(collect(load(small[0]), small[1])):
+    for row in ranking.compare_methods(collect(load(small[0]), small[1]).measurements):
         assert (
             f"<td>{row.method}</td>" in content
             and formatting.format_plus_minus(row.curve.mean[-1], row.curve.std[-1]) in content

@@ -72,12 +72,12 @@ def unranked(tmp_path, monkeypatch):
 def test_findings_start_with_the_warning(unranked):
     config, folder = unranked
     results = collect(load(config), folder)
-    verdict = findings.summarise_outcome(results, compare_methods(results))
+    verdict = findings.summarise_outcome(results, compare_methods(results.measurements))
     assert METRIC in verdict[0] and "652" in verdict[0] and "367" in verdict[0] and "primary_metric" in verdict[0]
     assert "seeds:" not in " ".join(verdict)  # more seeds would not help
     good = results_tree.write(folder.parent.parent / "good", methods=("uniform", "min_snr"))
     results = collect(load(good[0]), good[1])
-    verdict = " ".join(findings.summarise_outcome(results, compare_methods(results)))
+    verdict = " ".join(findings.summarise_outcome(results, compare_methods(results.measurements)))
     assert "cannot rank" not in verdict and "seeds: [" in verdict
 
 
@@ -135,7 +135,7 @@ def test_validation_loss_ranks_methods(unranked, capsys):
     plain = validate(yaml.safe_load(config.read_text())).plain()
     rank_by_validation(config)
     results = collect(load(config), folder)
-    rows = compare_methods(results)
+    rows = compare_methods(results.measurements)
     losses = {
         method: results.measurements.values_of(method, "val_loss").iloc[:, -1].mean() for method in results.methods
     }

@@ -88,7 +88,7 @@ def test_summary_numbers_are_read_back_exactly(built):
 
 def test_methods_are_ranked_only_if_a_test_finds_a_difference(built):
     collected = collect(load(built[0]), built[1])
-    rows = ranking.compare_methods(collected)
+    rows = ranking.compare_methods(collected.measurements)
     ranks = {row.method: (row.first_rank, row.last_rank) for row in rows}
     assert ranks == {
         "min_snr": (1, 1), "speed": (2, 2), "p2": (3, 4), "uniform": (3, 4), "adaptive": (5, 5), "log_normal": (6, 6),
@@ -105,7 +105,7 @@ def test_methods_are_ranked_only_if_a_test_finds_a_difference(built):
 
 
 def test_the_table_contains_difference_interval_and_p_value(built):
-    rows = {row.method: row for row in ranking.compare_methods(collect(load(built[0]), built[1]))}
+    rows = {row.method: row for row in ranking.compare_methods(collect(load(built[0]), built[1]).measurements)}
     finals = {method: np.log([results_tree.distance(method, seed, 400) for seed in SEEDS]) for method in rows}
     raw = [stats.ttest_rel(finals[one], finals[other]) for one, other in combinations(finals, 2)]
     p2_test = stats.ttest_rel(finals["p2"], finals["uniform"])
@@ -122,7 +122,7 @@ def test_the_table_contains_difference_interval_and_p_value(built):
 def test_methods_that_may_be_best_are_marked_and_no_winner_is_reported(tmp_path):
     tree = results_tree.write(tmp_path, seeds=SEEDS, methods=("uniform", "p2"))
     collected = collect(load(tree[0]), tree[1])
-    rows = ranking.compare_methods(collected)
+    rows = ranking.compare_methods(collected.measurements)
     assert all(row.may_be_best and (row.first_rank, row.last_rank) == (1, 2) for row in rows)
     assert findings.summarise_outcome(collected, rows)[0].startswith("The tests find no difference between p2 and")
     assert page_of(*tree).count("≈ best") == 2
@@ -131,7 +131,7 @@ def test_methods_that_may_be_best_are_marked_and_no_winner_is_reported(tmp_path)
 def test_below_five_seeds_nothing_is_ranked_and_the_report_gives_the_reason(tmp_path):
     tree = results_tree.write(tmp_path, seeds=[1, 2, 3, 7], methods=("uniform", "min_snr"))
     collected = collect(load(tree[0]), tree[1])
-    rows = ranking.compare_methods(collected)
+    rows = ranking.compare_methods(collected.measurements)
     assert not any(row.is_ranked or row.may_be_best for row in rows)
     html = page_of(*tree)
     assert "Not ranked: methods are ranked from 5 seeds on, and this experiment has 4." in html
@@ -148,7 +148,7 @@ def test_seeds_that_the_report_advises_include_those_of_the_experiment(tmp_path)
 
 
 def test_step_and_time_factors_against_uniform_have_intervals(built):
-    rows = {row.method: row for row in ranking.compare_methods(collect(load(built[0]), built[1]))}
+    rows = {row.method: row for row in ranking.compare_methods(collect(load(built[0]), built[1]).measurements)}
     steps, logs = [0, 100, 200, 400], []
     for seed in SEEDS:
         curve = [results_tree.distance("min_snr", seed, step) for step in steps]
@@ -178,7 +178,9 @@ def test_the_time_factor_includes_the_cost_of_a_step(small):
         record = read_json(path)
         record["metrics"][METRIC] = results_tree.distance("uniform", 0, step)
         write_json(path, record)
-    row = next(row for row in ranking.compare_methods(collect(load(config), results)) if row.method == "adaptive")
+    row = next(
+        row for row in ranking.compare_methods(collect(load(config), results).measurements) if row.method == "adaptive"
+    )
     assert row.step_factor.value == pytest.approx(1.0) and row.time_factor.value == pytest.approx(1 / 1.2)
 
 
@@ -186,7 +188,7 @@ def test_without_a_uniform_method_there_is_no_baseline(tmp_path):
     tree = results_tree.write(tmp_path, seeds=(0,), methods=("p2", "speed"))
     html = page_of(*tree)
     assert "no baseline" in html and "One seed" in html
-    assert all(row.step_factor is None for row in ranking.compare_methods(collect(load(tree[0]), tree[1])))
+    assert all(row.step_factor is None for row in ranking.compare_methods(collect(load(tree[0]), tree[1]).measurements))
 
 
 def test_learned_samplers_are_listed_and_one_that_has_not_moved_is_marked(built, small):

@@ -111,7 +111,7 @@ def test_methods_without_a_common_seed_are_shown_and_not_tested(tree):
     for method in ("min_snr", "adaptive"):
         shutil.rmtree(tree[1] / method / "seed1/evaluation")
     collected = collect(load(tree[0]), tree[1], unfinished=True)
-    rows = {row.method: row for row in ranking.compare_methods(collected)}
+    rows = {row.method: row for row in ranking.compare_methods(collected.measurements)}
     assert {row.seed_count for row in rows.values()} == {0}
     assert rows["uniform"].curve.mean[-1] == results_tree.distance("uniform", 1, 400)
     assert np.isnan(rows["min_snr"].ratio_to_baseline.value) and not any(row.is_ranked for row in rows.values())

@@ -43,8 +43,8 @@ from kairos_timesteps.strategy import Draw, Strategy
 from kairos_timesteps.time_convention import TimeConvention
 
 LOG = logging.getLogger("kairos_timesteps")
-_EXPLICIT = "use the explicit form instead: Strategy.draw, Strategy.loss, and Strategy.observe around the step"
-_COPIES = (
+_EXPLICIT_ADVICE = "use the explicit form instead: Strategy.draw, Strategy.loss, and Strategy.observe around the step"
+_COPIES_ADVICE = (
     "A copy of the optimizer (copy.deepcopy, pickle, a trainer that builds its optimizer again) has no hooks: call "
     "attach with the optimizer that the loop steps, after the trainer has prepared it"
 )
@@ -170,17 +170,18 @@ class Attached:
         """Clear the state of the current step."""
         self._draw: Any = None  # last training draw of the step
         self._conditions: Mapping[str, Tensor] | None = None  # of the last training draw
-        self._micro_batches: list[tuple[Draw, Mapping[str, Tensor] | None]] = []  # of the step, with a backward pass
-        self._pass: int | None = None  # identity of the last backward pass
+        # draws of the step whose backward pass has begun, with their conditions
+        self._micro_batches: list[tuple[Draw, Mapping[str, Tensor] | None]] = []
+        self._backward_pass_id: int | None = None  # id of the last backward pass
         self._vanished_steps = 0  # successive steps whose gradients vanished without a call of the optimizer
-        self._evaluated = 0  # samples of the current validation
+        self._validation_sample_count = 0  # samples drawn in the current validation
         self._evaluating = False  # the last draw was that of a validation
-        self._dimensions = 1  # of t in the validation
+        self._validation_ndim = 1  # number of dimensions of t in the last validation draw
         self._measurement: AbstractContextManager[None] | None = None  # open during the optimizer's step
-        self._skipped: Callable[[], bool] | None = None  # of a fused optimizer under GradScaler
-        self._step_pending = False  # the optimizer was called, and `_finish_step` was not
-        self._initializing = False  # the optimizer is called only to create its state
-        self._other: _OtherOptimizer | None = None  # that took a step since the last draw
+        self._read_skipped: Callable[[], bool] | None = None  # True if GradScaler skipped the step
+        self._step_pending = False  # True from the optimizer's call until `_finish_step`
+        self._is_creating_state = False  # the optimizer is called only to create its state
+        self._other_optimizer: _OtherOptimizer | None = None  # optimizer that took a step since the last draw
         self._steps_of_sharing_optimizer = self._steps_of_unrelated_optimizer = 0
 
     def __call__(self, x0: Tensor, *, conditions: Mapping[str, Tensor] | None = None, **arguments: Any) -> Tensor:
@@ -205,14 +206,14 @@ class Attached:
         self._evaluating = not self._is_training()
         if self._evaluating:
             t = self._validation_times(x0, **arguments)
-            self._dimensions = t.ndim
+            self._validation_ndim = t.ndim
             return self.time.to_trainer(t)
         self._demand_hooks()
         self._check_other_optimizer()
         self._finish_step()
         if not self._reported:
             self._report(arguments)
-        self._evaluated = 0
+        self._validation_sample_count = 0
         self._draw, self._conditions = self.strategy.draw(x0, **arguments), conditions
         return self.time.to_trainer(self._draw.t)
 
@@ -238,7 +239,7 @@ class Attached:
         if self._evaluating:
             allowed = "in training mode, a training draw after the last draw of the validation"
             demand(not self._is_training(), "loss", "the draw of a validation", allowed)
-            return _multiply(_per_sample(errors, self._dimensions), weights).mean()
+            return _multiply(_per_sample(errors, self._validation_ndim), weights).mean()
         draw = self._training_draw("loss")
         with nullcontext() if errors.requires_grad else torch.no_grad():  # a loss for the log is no micro-batch
             losses = self.strategy.weighted(draw, _per_sample(errors, draw.t.ndim), mask)
@@ -253,15 +254,18 @@ class Attached:
 
         For trainers that compute a weighted loss themselves. `loss` includes them; the factor that ``edm2`` learns is
         only part of `loss`.
+
+        Raises:
+            ConfigError: there is no draw of this step, or the scheduler's prediction type has changed.
         """
         return torch.ones(()) if self._evaluating else self._training_draw("weights").weights
 
     def _is_training(self) -> bool:
         return bool(self.network.training) if isinstance(self.network, nn.Module) else torch.is_grad_enabled()
 
-    def _training_draw(self, user: str) -> Draw:
+    def _training_draw(self, where: str) -> Draw:
         if self._draw is None:
-            raise rejection(user, "no draw of this step", "after timesteps(latents)")
+            raise rejection(where, "no draw of this step", "after timesteps(latents)")
         now, before = _prediction_type(self._scheduler), self._prediction_type
         allowed = f"{before}, as attach has read it; set it before attach"
         demand(now == before, "prediction_type of the scheduler", now, allowed)
@@ -342,7 +346,7 @@ class Attached:
         Each training draw calls it. The error follows 3 draws, if the other optimizer has attached parameters.
         Otherwise the warning follows 200 draws during which the attached parameters have no gradients.
         """
-        other, self._other = self._other, None
+        other, self._other_optimizer = self._other_optimizer, None
         if other is None:
             return
         if other.shares_parameters:
@@ -350,7 +354,7 @@ class Attached:
             if self._steps_of_sharing_optimizer == _MAX_STEPS_OF_SHARING_OPTIMIZER:
                 raise ConfigError(
                     f"attach: the attached optimizer took no step after the last {_MAX_STEPS_OF_SHARING_OPTIMIZER} "
-                    f"draws, but another {other.name} took steps of its parameters. {_COPIES}"
+                    f"draws, but another {other.name} took steps of its parameters. {_COPIES_ADVICE}"
                 )
         elif not self._without_gradients():  # the attached parameters are trained
             self._steps_of_unrelated_optimizer = 0
@@ -359,7 +363,7 @@ class Attached:
             if self._steps_of_unrelated_optimizer == _MAX_STEPS_OF_UNRELATED_OPTIMIZER:
                 LOG.warning(
                     "attach: the attached optimizer took no step after the last %d draws, but %s took steps of other "
-                    "parameters. %s.", _MAX_STEPS_OF_UNRELATED_OPTIMIZER, other.name, _COPIES,
+                    "parameters. %s.", _MAX_STEPS_OF_UNRELATED_OPTIMIZER, other.name, _COPIES_ADVICE,
                 )  # fmt: skip
 
     def _after_step_of(self, other: torch.optim.Optimizer) -> None:
@@ -373,8 +377,8 @@ class Attached:
         shared = any(id(parameter) in parameters for group in other.param_groups for parameter in group["params"])
         if not shared and not self._without_gradients():  # the attached parameters are trained: no copy
             self._steps_of_unrelated_optimizer = 0
-        elif self._other is None or shared:
-            self._other = _OtherOptimizer(type(other).__name__, shared)
+        elif self._other_optimizer is None or shared:
+            self._other_optimizer = _OtherOptimizer(type(other).__name__, shared)
 
     def _count_micro_batch(self, draw: Draw, conditions: Mapping[str, Tensor] | None, _: Tensor) -> None:
         """Count a micro-batch at the beginning of its backward pass, and drop those whose gradients were dropped.
@@ -384,15 +388,15 @@ class Attached:
         """
         current = torch._C._current_graph_task_id()  # equal for all losses of one backward pass
         # a new backward pass without accumulated gradients: those of earlier passes were dropped
-        if current != self._pass and self._without_gradients():
+        if current != self._backward_pass_id and self._without_gradients():
             self._vanished_steps += bool(self._micro_batches)
             if self._vanished_steps > _MAX_VANISHED_STEPS:
                 raise ConfigError(
                     f"attach: the gradients of {_MAX_VANISHED_STEPS} steps vanished, and the optimizer was not called. "
-                    f"{_COPIES}. Hooks do not see steps within the backward pass; {_EXPLICIT}"
+                    f"{_COPIES_ADVICE}. Hooks do not see steps within the backward pass; {_EXPLICIT_ADVICE}"
                 )
             self._drop()
-        self._pass = current
+        self._backward_pass_id = current
         if not any(earlier_draw is draw for earlier_draw, _ in self._micro_batches):
             self._micro_batches.append((draw, conditions))
 
@@ -408,29 +412,30 @@ class Attached:
         self._micro_batches = []
         self.strategy.weighting.zero_grad()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, by_name: Any) -> Any:
+    def _before_step(self, optimizer: torch.optim.Optimizer, positional: Any, keywords: Any) -> Any:
         """Begin the measurement of the step; if there is a closure, after the backward pass in the closure.
 
         Returns:
             None, or the arguments of the optimizer's step with a closure that also begins the measurement.
         """
-        self._initializing = _optimizer_state_is_created()
-        if self._initializing:
+        self._is_creating_state = _is_step_to_create_state()
+        if self._is_creating_state:
             return None
-        self._measurement = self._skipped = None
-        closure = by_name.get("closure", arguments[1] if len(arguments) > 1 else None)
+        self._measurement = self._read_skipped = None
+        # positional[0] is the optimizer, positional[1] the closure
+        closure = keywords.get("closure", positional[1] if len(positional) > 1 else None)
         if closure is None or not self._measures:
             self._begin_step(optimizer)
             return None
 
-        def with_measurement() -> Any:
-            allowed = f"one: the strategy measures the network before and after the step; {_EXPLICIT}"
+        def closure_with_measurement() -> Any:
+            allowed = f"one: the strategy measures the network before and after the step; {_EXPLICIT_ADVICE}"
             demand(self._measurement is None, "step of the optimizer", "several calls of its closure", allowed)
             loss = closure()
             self._begin_step(optimizer)
             return loss
 
-        return arguments[:1], {**by_name, "closure": with_measurement}
+        return positional[:1], {**keywords, "closure": closure_with_measurement}
 
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the measurement of the step after its last backward pass; do nothing without a training draw.
@@ -440,27 +445,27 @@ class Attached:
         if self._draw is None:
             return
         overflow = getattr(optimizer, "found_inf", None)  # set by GradScaler for the call of a fused optimizer
-        self._skipped = None if overflow is None else _deferred_read(overflow)
-        if self._measures and not (self._skipped and self._skipped()):
-            self._measurement = self._observed()
+        self._read_skipped = None if overflow is None else _deferred_read(overflow)
+        if self._measures and not (self._read_skipped and self._read_skipped()):
+            self._measurement = self._open_observation()
             self._measurement.__enter__()
 
     def _after_step(self, *_: Any) -> None:
-        """Finish the step; under GradScaler the next draw finishes a fused optimizer's, which waits for no kernel.
+        """Finish the step, or leave it to the next draw if a fused optimizer under GradScaler would synchronise.
 
         Raises:
-            ConfigError: all draws before the step are validation draws.
+            ConfigError: only validation draws were made since the last step.
         """
-        if self._initializing:
+        if self._is_creating_state:
             return
-        self._other = None
+        self._other_optimizer = None
         self._steps_of_sharing_optimizer = self._steps_of_unrelated_optimizer = 0
         if self._draw is None:
             allowed = "a training draw: network.train(), or enabled gradients if attach was given no network"
-            demand(not self._evaluated, "step of the optimizer", "draws of a validation alone", allowed)
+            demand(not self._validation_sample_count, "step of the optimizer", "draws of a validation alone", allowed)
             return  # not a training step
         self._step_pending = True
-        if self._skipped is None or self._measures:
+        if self._read_skipped is None or self._measures:
             self._finish_step()
 
     def _finish_step(self) -> None:
@@ -471,19 +476,19 @@ class Attached:
         if not self._step_pending:
             return
         self._step_pending = False
-        skipped, self._skipped = self._skipped, None
+        skipped, self._read_skipped = self._read_skipped, None
         if skipped and skipped():
             self._drop()
             return
         if not self._measures:
-            self._measurement = self._observed()
+            self._measurement = self._open_observation()
             self._measurement.__enter__()
         if self._measurement is not None:
             self._measurement.__exit__(None, None, None)
         self._measurement, self._draw, self._micro_batches, self._vanished_steps = None, None, [], 0
-        self._other = None  # the strategy may have optimizers too
+        self._other_optimizer = None  # the strategy may have optimizers too
 
-    def _observed(self) -> AbstractContextManager[None]:
+    def _open_observation(self) -> AbstractContextManager[None]:
         """Return the strategy's context around the step, for the micro-batches whose gradients are applied.
 
         Raises:
@@ -530,9 +535,9 @@ class Attached:
             ConfigError: a range `index` is not within the global batch of `total` samples.
         """
         total = total or len(x0) * distributed.ranks(self.strategy.group)
-        coordinates = RandomCoordinates(self.strategy.seed, 0, 0, self._evaluated, index, total, times)
+        coordinates = RandomCoordinates(self.strategy.seed, 0, 0, self._validation_sample_count, index, total, times)
         coordinates = coordinates.for_batch(x0, self.strategy.group)
-        self._evaluated += coordinates.batch_size
+        self._validation_sample_count += coordinates.batch_size
         if shared_time:
             coordinates = coordinates.replace(sample_indices=range(1), batch_size=1)
         return self.strategy.process.times(points("sobol", coordinates)).expand(len(x0), *times)
@@ -541,9 +546,9 @@ class Attached:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _report(self, context: Mapping[str, Any]) -> None:
-        """Log the noise levels that are drawn, and the mean weight; of the first sample's context."""
+        """Log the noise levels of 80 % of the draws and the mean weight, for the context of the first sample."""
         names = [name for name in self.strategy.sampler.context_names if name in context]
-        table = self.strategy.table(**{name: _of_first_sample(context[name]) for name in names})
+        table = self.strategy.table(**{name: _first_sample_value(context[name]) for name in names})
         levels, below = np.log(self.strategy.process.schedule.snr), np.cumsum(table["p"])
         high, low = levels[np.searchsorted(below, [0.1, 0.9]).clip(None, len(levels) - 1)]
         mean = float((table["p"] * np.where(table["p"] > 0, table["w"], 0)).sum())
@@ -578,14 +583,14 @@ def _inner_optimizer(optimizer: Any, network: Any, accelerator: Any) -> torch.op
     deepspeed = type(network).__module__.startswith("deepspeed") or type(inner).__module__.startswith("deepspeed")
     deepspeed = deepspeed or str(getattr(accelerator, "distributed_type", "")).endswith("DEEPSPEED")
     where = "attach: optimizer"
-    demand(not deepspeed, where, "DeepSpeed, which bypasses hooks", f"a torch.optim.Optimizer; {_EXPLICIT}")
+    demand(not deepspeed, where, "DeepSpeed, which bypasses hooks", f"a torch.optim.Optimizer; {_EXPLICIT_ADVICE}")
     if not isinstance(inner, torch.optim.Optimizer):
         several = isinstance(optimizer, (list, tuple, dict))
         got = f"{len(optimizer)} optimizers" if several else type(optimizer).__name__
-        raise rejection(where, got, f"one torch.optim.Optimizer; {_EXPLICIT}")
+        raise rejection(where, got, f"one torch.optim.Optimizer; {_EXPLICIT_ADVICE}")
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     fused = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
-    demand(not fused, where, "steps within the backward pass (register_post_accumulate_grad_hook)", _EXPLICIT)
+    demand(not fused, where, "steps within the backward pass (register_post_accumulate_grad_hook)", _EXPLICIT_ADVICE)
     return inner
 
 
@@ -629,11 +634,11 @@ def _deferred_read(overflow: Tensor) -> Callable[[], bool]:
     return read
 
 
-def _optimizer_state_is_created() -> bool:
-    """Return True if a caller is torch.distributed.checkpoint, which takes a step to create the optimizer's state.
+def _is_step_to_create_state() -> bool:
+    """Return True if torch.distributed.checkpoint takes this step, only to create the optimizer's state.
 
-    That step has zero gradients and a learning rate of 0, and so may the first step of a training. The call stack is
-    the only difference that is present on every rank.
+    That step has zero gradients and a learning rate of 0, and so may the first step of a training run. The call stack
+    is the only difference that is present on every rank.
     """
     if torch.compiler.is_compiling():  # the compiler would warn that it cannot trace frames
         return False
@@ -658,7 +663,7 @@ def _per_sample(errors: Tensor, dimensions: int) -> Tensor:
     return errors if errors.ndim <= dimensions else errors.flatten(dimensions).mean(-1)
 
 
-def _of_first_sample(value: Any) -> Any:
+def _first_sample_value(value: Any) -> Any:
     """Return a context value, of the first sample if it is one per sample, as a plain number or string."""
     if np.ndim(value):
         value = value[0]

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kairos.cli.common import add_config, add_timing, demand, set_up_device, write_timing
+from kairos.cli.common import add_config, add_timing, demand_option, set_up_device, write_timing
 
 if TYPE_CHECKING:
     from kairos.analyses.settings import AnalysisOptions
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     experiment, snapshot = load(arguments.config), arguments.milestone
     analysis = _select_analysis(arguments, experiment)
     both_or_neither = (snapshot is None) == (arguments.out is None)
-    demand(both_or_neither, "out", arguments.out, "a CSV file with --milestone, none without")
+    demand_option(both_or_neither, "out", arguments.out, "a CSV file with --milestone, none without")
 
     # imported after the checks of the arguments, since it takes seconds
     from kairos import resource_usage
@@ -58,7 +58,9 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         resource_usage.end_startup()
         measures_snapshots = analysis.reads == "milestone"
-        demand(measures_snapshots, "milestone", snapshot, f"none: {analysis.name} does not measure single snapshots")
+        demand_option(
+            measures_snapshots, "milestone", snapshot, f"none: {analysis.name} does not measure single snapshots"
+        )
         tables.measure_snapshot(
             analysis,
             snapshot=snapshot,
@@ -80,5 +82,5 @@ def _select_analysis(arguments: argparse.Namespace, experiment: "Experiment") ->
         allowed = f"{', '.join(analyses)}: the analyses of {arguments.config}"
     else:
         allowed = f"none, as {arguments.config} has no analyses"
-    demand(arguments.analysis in analyses, "analysis", arguments.analysis, allowed)
+    demand_option(arguments.analysis in analyses, "analysis", arguments.analysis, allowed)
     return analyses[arguments.analysis]

@@ -36,7 +36,7 @@ def add_timing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timing", type=Path, metavar="F", help="write wall, CPU and start-up time of the job to F")
 
 
-def demand(condition: object, option: str, value: object, allowed: str) -> None:
+def demand_option(condition: object, option: str, value: object, allowed: str) -> None:
     """Reject the value of a command-line option unless a condition is true.
 
     `option` is the name of the option without dashes, and `allowed` describes the allowed values.
@@ -54,7 +54,7 @@ def open_listening_socket(host: str, port: int) -> socket.socket:
         ConfigError: the number is not from 1 to 65535.
         KairosError: the port is in use or needs privileges, or this machine does not have the address.
     """
-    demand(0 < port < 65536, "port", port, "1 to 65535")
+    demand_option(0 < port < 65536, "port", port, "1 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kairos.cli.common import demand, load_experiment_at
+from kairos.cli.common import demand_option, load_experiment_at
 from kairos_timesteps import errors
 
 if TYPE_CHECKING:
@@ -62,13 +62,13 @@ def _write_index(arguments: argparse.Namespace) -> None:
     if not further_paths and root.is_dir():
         folders = sorted(filter(_is_experiment_folder, root.iterdir()))
     allowed = "one folder that contains folders of results, e.g. results"
-    demand(folders, "index", " ".join(map(str, arguments.paths)), allowed)
+    demand_option(folders, "index", " ".join(map(str, arguments.paths)), allowed)
     entries: dict[Path, Any] = {}  # results with their ranking, or the error as text, by folder
     for folder in folders:
         try:
             experiment, _ = load_experiment_at(folder)
             results = collect(experiment, folder, unfinished=True)
-            entries[folder] = (results, compare_methods(results))
+            entries[folder] = (results, compare_methods(results.measurements))
         except errors.KairosError as error:
             entries[folder] = str(error)
     out = arguments.out or root / "index.html"
@@ -95,15 +95,15 @@ def _compare(arguments: argparse.Namespace) -> None:
     )
 
     experiments = _collect_experiments(arguments.paths)
-    comparison = join_experiments(experiments, arguments.baseline, arguments.metric)
-    text = format_table(build_comparison_table(comparison), arguments.format)
+    measurements = join_experiments(experiments, arguments.baseline, arguments.metric)
+    text = format_table(build_comparison_table(measurements), arguments.format)
     for warning in find_ranking_warnings(experiments, arguments.metric):
         print(f"warning: {warning}\n", file=sys.stderr, flush=True)
     if arguments.out:
         write_text(arguments.out, text)
     else:
         print(text, end="", flush=True)
-    for note in comparison_notes(experiments, comparison):
+    for note in comparison_notes(experiments, measurements):
         print(f"note: {note}", file=sys.stderr)
 
 

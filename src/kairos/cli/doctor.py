@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kairos.cli.common import demand
+from kairos.cli.common import demand_option
 
 if TYPE_CHECKING:
     from kairos.config import Experiment
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.profile:  # the default profile may be missing
         profile = arguments.profile
         has_file = cluster_checks.profile_file(profile) is not None
-        demand(has_file, "profile", repr(str(profile)), "a folder that contains a profile.yaml")
+        demand_option(has_file, "profile", repr(str(profile)), "a folder that contains a profile.yaml")
     experiment = load(arguments.config) if arguments.config is not None else None
     findings = _check_machine(experiment, profile)
     if experiment is not None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from kairos.cli.common import add_config, add_timing, demand, pair_options, set_up_device, write_timing
+from kairos.cli.common import add_config, add_timing, demand_option, pair_options, set_up_device, write_timing
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -160,7 +160,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         KairosError: a file is missing or damaged, or files do not belong together.
     """
     outputs = pair_options(arguments, "samples", "out", "milestone")
-    demand(arguments.sets >= 1, "sets", arguments.sets, "1 or more")
+    demand_option(arguments.sets >= 1, "sets", arguments.sets, "1 or more")
 
     from kairos.evaluation import evaluate  # imported after the checks of the arguments, since it takes seconds
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kairos.cli.common import demand, yaml_type
+from kairos.cli.common import demand_option, yaml_type
 
 if TYPE_CHECKING:
     from kairos.config import Experiment
@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> None:
     """
     out: Path = arguments.out
     shape = None if arguments.shape is None else _parse_shape(arguments.shape)
-    demand(arguments.classes is None or arguments.classes > 0, "classes", arguments.classes, "1 or more")
-    demand(arguments.step >= 0, "step", arguments.step, "0 or more")
-    demand(_accepts_import(out), "out", out, "a new folder, or a folder that import-weights has written")
+    demand_option(arguments.classes is None or arguments.classes > 0, "classes", arguments.classes, "1 or more")
+    demand_option(arguments.step >= 0, "step", arguments.step, "0 or more")
+    demand_option(_accepts_import(out), "out", out, "a new folder, or a folder that import-weights has written")
     experiment = _experiment_of_weights(arguments)
 
     # imported after the checks of the arguments, since it takes seconds
@@ -74,7 +74,7 @@ def _parse_shape(text: str) -> tuple[int, int, int]:
     """
     sizes = text.split(",")
     is_shape = len(sizes) == 3 and all(size.isdecimal() and int(size) > 0 for size in sizes)
-    demand(is_shape, "shape", text, "C,H,W such as 4,32,32")
+    demand_option(is_shape, "shape", text, "C,H,W such as 4,32,32")
     channels, height, width = map(int, sizes)
     return channels, height, width
 
@@ -111,7 +111,7 @@ def _experiment_of_weights(arguments: argparse.Namespace) -> "Experiment":
 
     # `--model dit` is short for `--model "{name: dit}"`
     model = {"name": arguments.model} if isinstance(arguments.model, str) else arguments.model
-    demand(model or arguments.config, "model", "no value, and no --config", "one of the two")
+    demand_option(model or arguments.config, "model", "no value, and no --config", "one of the two")
     if arguments.config is None:
         return _experiment_of_model(model)
     experiment = load(arguments.config)
@@ -140,7 +140,7 @@ def _experiment_of_model(model: Any) -> "Experiment":
     conditions_text = str(model.get("conditions")) if isinstance(model, dict) else ""
     for condition in ("text", "low_resolution"):  # their data are described only by an experiment file
         got = f"none with a model conditioned on {condition}"
-        demand(condition not in conditions_text, "config", got, "an experiment file")
+        demand_option(condition not in conditions_text, "config", got, "an experiment file")
     values: dict[str, Any] = {
         "experiment": "imported",
         "methods": {"imported": {}},

@@ -7,15 +7,15 @@ from pathlib import Path
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the actions `fingerprints`, `run`, `record` and `adopt` with their arguments; one action is required."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    table = actions.add_parser("fingerprints", help="write the fields and the code that each stage depends on")
-    stage = actions.add_parser("run", help="run the jobs of one stage of Snakemake's workflow")
-    for action in (table, stage):
+    write_parser = actions.add_parser("fingerprints", help="write the fields and the code that each stage depends on")
+    run_parser = actions.add_parser("run", help="run the jobs of one stage of Snakemake's workflow")
+    for action in (write_parser, run_parser):
         default = Path("params.yaml")
         action.add_argument("--config", type=Path, default=default, metavar="F", help="experiment file (params.yaml)")
-    table.add_argument("--out", type=Path, required=True, metavar="F", help="YAML file to write")
-    stage.add_argument("stage", help="name of the stage")
-    stage.add_argument("--method", metavar="M", help="method, for stages of a training run")
-    stage.add_argument("--seed", type=int, metavar="N", help="seed, for stages of a training run")
+    write_parser.add_argument("--out", type=Path, required=True, metavar="F", help="YAML file to write")
+    run_parser.add_argument("stage", help="name of the stage")
+    run_parser.add_argument("--method", metavar="M", help="method, for stages of a training run")
+    run_parser.add_argument("--seed", type=int, metavar="N", help="seed, for stages of a training run")
     actions.add_parser("record", help="version the latest results of Snakemake in DVC (make record)")
     actions.add_parser("adopt", help="mark recorded results as computed by this clone (make adopt)")
 

@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from kairos.cli.common import demand
+from kairos.cli.common import demand_option
 from kairos_timesteps.errors import ConfigError
 
 
@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> None:
     file = arguments.file
     if file.exists() or file.is_symlink():  # a link without a target does not exist
         raise ConfigError(f"{file} already exists; choose another name")
-    demand(file.parent.is_dir(), "file", repr(str(file)), "a file in a folder that exists")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file}: folder {file.parent} does not exist; create it or choose another path")
     _write_experiment_file(arguments)
 
 
@@ -57,7 +58,7 @@ def _write_experiment_file(arguments: argparse.Namespace) -> None:
         KairosError: images cannot be read, or the short run fails.
     """
     file, minutes = arguments.file, arguments.minutes
-    demand(0 < minutes < 1e6, "minutes", minutes, "more than 0, less than a million")
+    demand_option(0 < minutes < 1e6, "minutes", minutes, "more than 0, less than a million")
 
     # imported after the checks of the arguments, since it takes seconds
     from kairos.costs import new_experiment

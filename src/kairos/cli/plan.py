@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from kairos.cli.common import demand
+from kairos.cli.common import demand_option
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
         "text": arguments.text or [],
     }
     for option, counts in counts_by_option.items():
-        demand(all(count >= 1 for count in counts), option, " ".join(map(str, counts)), "1 or more")
+        demand_option(all(count >= 1 for count in counts), option, " ".join(map(str, counts)), "1 or more")
 
     # imported after the checks of the arguments, since it takes seconds
     from kairos.costs.estimate import estimate_cost

@@ -13,7 +13,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--config", type=Path, metavar="F", help="experiment file; its results must be complete")
-    path = "experiment file or folder of results; the report covers available results and lists the missing ones"
+    path = "experiment file or folder of results; "
+    path += "missing results are listed in the report" if name == "report" else "its results must be complete"
     group.add_argument("path", type=Path, nargs="?", metavar="PATH", help=path)
     parser.add_argument("--results", type=Path, metavar="DIR", help="results folder (default: results/<experiment>)")
     if name == "track":

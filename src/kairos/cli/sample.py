@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from kairos.cli.common import add_shards, add_timing, demand, pair_options, write_timing, yaml_type
+from kairos.cli.common import add_shards, add_timing, demand_option, pair_options, write_timing, yaml_type
 
 # options that are fields of section `sampling`
 _GUIDANCE = ("guidance_scale", "guidance_channels", "guidance_power", "guidance_interval")
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
     outputs = pair_options(arguments, "milestone", "out", "grid")
     shard_files = arguments.merge
     shards_per_output, remainder = divmod(len(shard_files), len(outputs))
-    demand(remainder == 0, "merge", len(shard_files), f"an equal number for each of {len(outputs)} --out")
+    demand_option(remainder == 0, "merge", len(shard_files), f"an equal number for each of {len(outputs)} --out")
 
     from kairos.sampling import sample  # imports torch, after the checks of the arguments
 

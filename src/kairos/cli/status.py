@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kairos.cli.common import demand, open_listening_socket
+from kairos.cli.common import demand_option, open_listening_socket
 from kairos_timesteps.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.status.render import render_lines
 
     interval = arguments.watch
-    demand(interval is None or 0 < interval <= 86400, "watch", interval, "seconds, above 0 and at most 86400")
+    demand_option(interval is None or 0 < interval <= 86400, "watch", interval, "seconds, above 0 and at most 86400")
     if arguments.serve and arguments.remove_unclaimed:
         raise ConfigError("--remove-unclaimed: not allowed with --serve, which deletes nothing; run it without --serve")
     resource_usage.end_startup()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kairos import resource_usage
-from kairos.cli.common import add_config, add_timing, demand, write_timing
+from kairos.cli.common import add_config, add_timing, demand_option, write_timing
 from kairos.training.job import StoppedEarly, StopRequest
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
 
     experiment = load(arguments.config)
     method, seed = arguments.method, arguments.seed
-    demand(method in experiment.methods, "method", repr(method), ", ".join(experiment.methods))
-    demand(seed >= 0, "seed", seed, "0 or more")
+    demand_option(method in experiment.methods, "method", repr(method), ", ".join(experiment.methods))
+    demand_option(seed >= 0, "seed", seed, "0 or more")
     milestones = _select_milestones(arguments, experiment)
     is_distributed = experiment.training.processes > 1
     is_launched = launch.local_rank() is not None  # this process is a rank of a distributed run
@@ -104,7 +104,7 @@ def _select_milestones(arguments: argparse.Namespace, experiment: "Experiment") 
         ConfigError: a step is negative.
     """
     milestones = sorted(set(arguments.milestones or experiment.milestones))
-    demand(milestones[0] >= 0, "milestones", milestones[0], "0 or more")
+    demand_option(milestones[0] >= 0, "milestones", milestones[0], "0 or more")
     return milestones
 
 

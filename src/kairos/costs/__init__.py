@@ -1,1 +1,1 @@
-"""Costs of an experiment, estimated before any of it runs."""
+"""Before an experiment runs: its estimated cost, checks of images, memory and time limits, and a first proposal."""

@@ -103,7 +103,7 @@ def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> 
     any_steps = 1000  # the short run has another number of steps
     draft = validate(yaml.safe_load(render_experiment(facts, steps=any_steps, seconds=0)))
     steps, seconds = _find_steps(draft, facts)
-    summary = f"4 methods of {steps} steps on {facts.image_count} images; "  # the template has four methods
+    summary = f"{len(draft.methods)} methods of {steps} steps on {facts.image_count} images; "
     summary += f"about {duration(seconds)} on this machine, as measured"
     if seconds > _TOLERANCE * 60 * minutes:
         trains_autoencoder = draft.autoencoder.kind == "train"

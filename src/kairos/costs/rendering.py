@@ -60,12 +60,11 @@ def _job_table(estimate: CostEstimate) -> str:
     Stages without jobs in the queue have text in that column: they run with stage sample, or here, on the machine of
     the controller. The column of GPUs is empty for stages without a GPU, and for an experiment on CPUs.
     """
-    outside_queue = {"evaluate": "with sample", "report": "here", "track": "here"}
-    outside_queue |= {stage.name: "here" for stage in estimate.stages if stage.name.startswith("analyse_")}
     rows: list[tuple[Any, ...]] = [("stage", "jobs", "in the queue", "GPUs each")]
     for stage in estimate.stages:
         gpus = stage.gpus if estimate.unit == "GPU" and stage.gpus else ""
-        rows.append((stage.name, stage.jobs, outside_queue.get(stage.name, stage.queued_jobs), gpus))
+        where = "with sample" if stage.name == "evaluate" else "here"
+        rows.append((stage.name, stage.jobs, stage.queued_jobs or where, gpus))
     all_jobs = sum(stage.jobs for stage in estimate.stages)
     all_queued_jobs = sum(stage.queued_jobs for stage in estimate.stages)
     return table([*rows, ("all", all_jobs, all_queued_jobs, "")])

@@ -29,7 +29,7 @@ from kairos.report.plot_style import (
     style_log_axis,
     time_axis_settings,
 )
-from kairos.report.strategy_figures import SHADES, write_png
+from kairos.report.strategy_figures import EXPLODING_PROCESSES, SHADES, write_png
 
 _BLUE, _SHADE = "#0072B2", "#DDE1E5"
 # colours of lines by SpeeD's area; `SHADES` has lighter ones for backgrounds
@@ -276,7 +276,7 @@ def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
         for area, shade in SHADES.items():
             is_in_area = (rows["area"] == area).to_numpy()[:-1]  # a stair is between two times
             axes.stairs(is_in_area, rows["t"].to_numpy(), color=shade, transform=full_height, **style)
-        scale = "log" if name in ("ve", "edm") else "linear"  # variance-exploding processes
+        scale = "log" if name in EXPLODING_PROCESSES else "linear"
         axes.set(xscale=scale, yscale="log", xlabel="time t", xlim=(rows["t"].iloc[0], rows["t"].iloc[-1]))
         shares_text = " / ".join(f"{share:.0f}" for share in area_shares)
         axes.set_title(f"{name}: {shares_text} %", fontsize=9.5)

@@ -26,10 +26,16 @@ COLUMNS = (
     "experiment", "method", "seeds", "step", "metric", "value", "spread", "baseline", "difference", "low", "high",
     "p_value", "steps_factor", "time_factor",
 )  # fmt: skip
-_SHARED = ("experiment", "seeds", "step", "metric", "baseline")  # a terminal shows equal ones once, above the table
+_COLUMNS_ABOVE_TABLE = (
+    "experiment",
+    "seeds",
+    "step",
+    "metric",
+    "baseline",
+)  # a terminal shows equal ones once, above the table
 # fields of a protocol that need not be equal: the identity of one run; and the accuracy of the extractor, whose hash is
 # compared
-_NO_PROTOCOL = ("identity", "accuracy")
+_IGNORED_PROTOCOL_FIELDS = ("identity", "accuracy")
 _LINKS = {  # label on the index page: file in a results folder
     "report": "report.html",
     "unfinished report": "report_unfinished.html",
@@ -87,7 +93,7 @@ def join_experiments(
         demand(metric in measured_columns, "--metric", metric, ", ".join(measured_columns))
     column = metric or first_results.primary_metric
     protocols = [results.runs[0].last_snapshot.evaluation["protocol"] for results, _ in selection]
-    protocol_fields = [name for name in dict.fromkeys(chain(*protocols)) if name not in _NO_PROTOCOL]
+    protocol_fields = [name for name in dict.fromkeys(chain(*protocols)) if name not in _IGNORED_PROTOCOL_FIELDS]
     differences = _find_differences(table, ["metric", *_loss_settings(first_results, column), *protocol_fields])
     if differences:
         raise KairosError(f"not compared: the protocols of the numbers differ in {'; '.join(differences)}")
@@ -273,12 +279,12 @@ def format_table(table: pd.DataFrame, form: str) -> str:
 
 
 def _format_for_terminal(cells: pd.DataFrame) -> str:
-    """Return a line with the columns of `_SHARED` whose cells are all equal, and below it the other columns, aligned.
+    """Return a line with the equal columns of `_COLUMNS_ABOVE_TABLE`, and below it the other columns, aligned.
 
-    The first line is empty if no column of `_SHARED` has equal cells. The caller ensures that the index is 0, 1, 2 ...
-    and no cell is missing. Cells are texts.
+    The first line is empty if no such column has equal cells. The caller ensures that the index is 0, 1, 2 ... and no
+    cell is missing. Cells are texts.
     """
-    equal_columns = [name for name in _SHARED if cells[name].nunique() == 1]
+    equal_columns = [name for name in _COLUMNS_ABOVE_TABLE if cells[name].nunique() == 1]
     shared_line = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
     other_cells = cells.drop(columns=equal_columns)
     left_columns = [index for index, name in enumerate(other_cells.columns) if name in ("experiment", "method")]

@@ -26,7 +26,7 @@ FIGURES: dict[str, DrawFunction] = {
     "final_samples": sample_figures.draw_final_samples,
     "samples": sample_figures.draw_samples_over_training,
     "image_by_image_samples": sample_figures.draw_image_by_image,
-    "told_samples": sample_figures.draw_conditional_samples,
+    "conditional_samples": sample_figures.draw_conditional_samples,
 }
 
 
@@ -36,8 +36,8 @@ def available_figures(results: Results) -> dict[str, DrawFunction]:
     Five figures need results that not every experiment has:
 
     * ``validation_loss``: validation losses of all runs.
-    * ``told_samples``: text or low resolution as a condition. The figure also reads the saved samples of the last
-      snapshots, whose existence is not checked here.
+    * ``conditional_samples``: text or low resolution as a condition. The figure also reads the saved samples of the
+      last snapshots, whose existence is not checked here.
     * ``training_loss``: a metrics.jsonl of any run that is not empty.
     * ``image_by_image_samples``: saved samples of all snapshots.
     * ``metric_vs_option``: a sweep.
@@ -49,7 +49,7 @@ def available_figures(results: Results) -> dict[str, DrawFunction]:
     grid_files = [snapshot.grid_file for _, snapshot in results.run_snapshots]
     is_available = {
         "validation_loss": results.has_validation_losses,
-        "told_samples": bool({"text", "low_resolution"} & conditions),
+        "conditional_samples": bool({"text", "low_resolution"} & conditions),
         "training_loss": any(len(run.metrics) for run in results.runs),
         "image_by_image_samples": all(file.with_suffix(".npz").exists() for file in grid_files),
         "metric_vs_option": bool(curve_figures.group_swept_methods(results.methods)),

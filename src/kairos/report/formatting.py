@@ -15,7 +15,7 @@ from kairos_timesteps.options import but_name
 if TYPE_CHECKING:
     from kairos.report.ranking import Ratio
 
-NONE = "–"
+DASH = "–"
 _MOST_NAMES = 12  # names that a sentence lists without leaving any out
 
 
@@ -40,7 +40,7 @@ def format_number(value: float | None, digits: int = 3) -> str:
     ``12,346``. Numbers below 0.0001 have an exponent, such as ``1.20e-05``. None, NaN and infinity become a dash.
     """
     if value is None or not math.isfinite(value):
-        return NONE
+        return DASH
     has_digits_before_point = abs(value) >= 10 ** (digits - 1)  # at least `digits` of them
     if has_digits_before_point or value == int(value):
         return f"{value:,.0f}"
@@ -55,7 +55,7 @@ def format_plus_minus(value: float | None, std: float | None, digits: int = 4) -
     significant digits. A missing value is a dash.
     """
     if value is None or not math.isfinite(value):
-        return NONE
+        return DASH
     rounding_error = 1e-9 * abs(value)
     if std is None or not rounding_error < std < math.inf:  # "not" includes NaN
         return format_number(value, digits)
@@ -72,7 +72,7 @@ def format_factor(factor: "Ratio | None") -> tuple[str, str]:
     The second text is empty with one seed. Without a factor, the texts are a dash and an empty text.
     """
     if factor is None:
-        return NONE, ""
+        return DASH, ""
     if factor.missed_seed_count:
         if factor.seed_count <= 1:
             return "not reached", ""
@@ -89,7 +89,7 @@ def format_change(ratio: "Ratio | None") -> tuple[str, str]:
     one seed. Without a known ratio, the texts are a dash and an empty text.
     """
     if ratio is None or not math.isfinite(ratio.value):
-        return NONE, ""
+        return DASH, ""
     interval = ""
     if ratio.low < ratio.high:  # False with one seed: both are NaN
         interval = f"{_format_percentage(ratio.low)} to {_format_percentage(ratio.high)} %"
@@ -107,7 +107,7 @@ def format_p_value(ratio: "Ratio | None") -> str:
     The text is a dash without a ratio, and if nothing is tested.
     """
     if ratio is None or math.isnan(ratio.p_value):
-        return NONE
+        return DASH
     return "< 0.001" if ratio.p_value < 0.001 else f"{ratio.p_value:.3f}"
 
 
@@ -143,7 +143,7 @@ def format_duration(seconds: float | None) -> str:
     Minutes begin at 3 min, and hours at 3 h. Seconds below 10 have a decimal.
     """
     if seconds is None or not math.isfinite(seconds):
-        return NONE
+        return DASH
     for unit, unit_seconds in (("h", 3600), ("min", 60)):
         if seconds >= 3 * unit_seconds:
             return f"{seconds / unit_seconds:.1f} {unit}"
@@ -152,7 +152,7 @@ def format_duration(seconds: float | None) -> str:
 
 def format_milliseconds(seconds: float) -> str:
     """Format a duration in seconds as whole milliseconds, such as ``50 ms``; a dash if it is not finite."""
-    return f"{seconds * 1000:.0f} ms" if math.isfinite(seconds) else NONE
+    return f"{seconds * 1000:.0f} ms" if math.isfinite(seconds) else DASH
 
 
 def describe_component(settings: dict[str, object]) -> str:

@@ -102,8 +102,11 @@ class ExpectedSettings:
     Attributes:
         experiment, results: the arguments.
         plain: the experiment as plain values.
-        identities, snapshot_record, find_changes: `_compute_identities`, `_read_snapshot_record` and `_find_changes`
-            with a cache.
+        identities: function of method and seed. It returns the present identities of a run, one per kind of device.
+        snapshot_record: function of a record's path. It returns the record of the snapshot, with settings of its method
+            alone. The record is empty if the file is missing or damaged.
+        find_changes: function of method, seed and a record's path. It returns the settings that make the snapshot
+            outdated. These three functions are cached.
         records: reader of the snapshots' records, which share their settings.
     """
 

@@ -32,7 +32,7 @@ def render_page(results: Results, figures: Path) -> str:
     Raises:
         KairosError: no snapshot after step 0 is evaluated for all methods, or a metrics.jsonl is damaged.
     """
-    comparisons = compare_methods(results)
+    comparisons = compare_methods(results.measurements)
     shared_provenance, varying_provenance = _split_provenance(results)
     # protocol and model of the first run are shown for all runs
     last_snapshot = results.runs[0].last_snapshot
@@ -120,7 +120,7 @@ def _split_provenance(results: Results) -> tuple["pd.Series[str]", pd.DataFrame]
     for run in results.runs:
         provenance = run.record["provenance"]
         rows.append({key: formatting.format_record_value(value) for key, value in provenance.items()})
-    table = pd.DataFrame(rows).fillna(formatting.NONE)
+    table = pd.DataFrame(rows).fillna(formatting.DASH)
     is_shared = table.nunique() == 1  # by field
     shared_values = table.loc[:, is_shared].iloc[0]  # the first run's, which are equal for all runs
     is_empty = shared_values.isin(["None", "[]"])  # texts of an absent value and of an empty list
@@ -163,14 +163,14 @@ def _validation_size(results: Results) -> tuple[int, int] | None:
     return image_count, stratum_count
 
 
-def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
-    """Return the names of the metrics that any record contains, each once, except the metric `first`.
+def _further_metrics(records: Iterable[Iterable[str]], excluded: str) -> list[str]:
+    """Return the names of the metrics that any record contains, each once, except the metric `excluded`.
 
     Standard deviations (``_spread``), values of single sample sets (``_sets``) and ``n_samples`` are left out. Names
     have the order of the first record; names that only later records contain follow.
     """
     names = dict.fromkeys(chain.from_iterable(records))
-    other_names = [name for name in names if name not in (first, "n_samples")]
+    other_names = [name for name in names if name not in (excluded, "n_samples")]
     return [name for name in other_names if not name.endswith(("_spread", "_sets"))]
 
 

@@ -129,13 +129,13 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
     The outcome is ``confirmed`` if the interval begins at `claimed` or above, ``refuted`` if it ends below, else ``left
     open``. In three cases the text is a reason without an outcome:
 
-    - without a factor, ``in no seed``
+    - without a factor, that the claim cannot be judged
     - if seeds do not reach the value, ``in 2 of 5 seeds``, for example; with one seed in all, ``in no seed``
     - with one seed, ``which one seed cannot confirm or refute``
     """
     _, interval_or_missed_seeds = formatting.format_factor(factor)
     if factor is None:
-        return "in no seed"
+        return "which cannot be judged: training times are missing, or the value is reached at the start of a run"
     if factor.missed_seed_count:
         return interval_or_missed_seeds or "in no seed"  # empty with one seed
     if not factor.low < factor.high:  # one seed: both are NaN

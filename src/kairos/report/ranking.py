@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 
-from kairos.report.collect import MethodMeasurements, Results, RunResults
+from kairos.report.collect import MethodMeasurements, RunResults
 
 NOT_MOVED = 0.01  # total variation distance from the start below which a learned sampler has not moved
 MIN_SEEDS = 5  # common to all methods, to rank them: fewer show little of how much seeds matter
@@ -159,7 +159,7 @@ def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
     )
 
 
-def compare_methods(results: Results | MethodMeasurements) -> list[MethodComparison]:
+def compare_methods(measurements: MethodMeasurements) -> list[MethodComparison]:
     """Compare all methods at their last common snapshot; the method with the best value of the metric comes first.
 
     Curves, values and costs end at that snapshot. Ratios, tests and ranks are over the seeds for which every method has
@@ -169,7 +169,6 @@ def compare_methods(results: Results | MethodMeasurements) -> list[MethodCompari
     Raises:
         KairosError: no snapshot after step 0 is evaluated for all methods.
     """
-    measurements = results.measurements if isinstance(results, Results) else results
     common = measurements.common_measurements
     curves = [build_curve(common, method) for method in common.methods]
     # test every pair of methods

@@ -18,14 +18,14 @@ from kairos.report.plot_style import DPI, INK, MUTED, STYLE, create_figure, time
 
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#D55E00", "#009E73", "#C0001A"
 SHADES = {"acceleration": "#F3C9A8", "steady": "#DCD3EE", "deceleration": "#BFD9EC", "convergence": "#E3E5E8"}
-_PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}  # behind a text
-_COMPARED: dict[str, Any] = {"color": "#CC79A7", "linestyle": (0, (4, 1.5))}  # style of a second strategy
+_TEXT_BOX: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}  # behind a text
+_COMPARED_STYLE: dict[str, Any] = {"color": "#CC79A7", "linestyle": (0, (4, 1.5))}  # style of a second strategy
 _BOUNDARY: dict[str, Any] = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 2))}
 _STAIRS = 60  # timesteps up to which each one is drawn as a step
 _STRATEGY_HEIGHT = 2.05  # inches of the panels of a strategy
 _INCREMENTS_HEIGHT = 4.75  # inches of the panels of process increments
-_EXPLODING = ("ve", "edm")  # processes whose variance grows over orders of magnitude
-_DASHES = (0, (3, 2))
+EXPLODING_PROCESSES = ("ve", "edm")  # processes whose variance grows over orders of magnitude
+_BOUND_DASH = (0, (3, 2))
 
 
 class ComparedStrategy(NamedTuple):
@@ -158,7 +158,7 @@ def _write_descriptions(figure: Figure, title: str, lines: Sequence[str], compar
         indent = 0.0
         if compared is not None:
             indent = 0.045
-            style = {"color": MUTED} if column == 0 else _COMPARED
+            style = {"color": MUTED} if column == 0 else _COMPARED_STYLE
             figure.add_artist(Line2D([left, left + 0.035], [line_height, line_height], linewidth=1.8, **style))
         figure.text(left + indent, name_top, name, va="top", fontsize=13, fontweight="bold")
         text = "\n".join(description)
@@ -213,12 +213,12 @@ def _draw_filled_curve(
         axes.stairs(curve, edges, baseline=None, color=color, linewidth=1.6)
         axes.stairs(curve, edges, baseline=bottom, color=color, alpha=0.12, fill=True, linewidth=0)
         for compared_curve in compared_curves:
-            axes.stairs(compared_curve, edges, baseline=None, linewidth=1.6, **_COMPARED)
+            axes.stairs(compared_curve, edges, baseline=None, linewidth=1.6, **_COMPARED_STYLE)
     else:
         axes.plot(t, curve, color=color, linewidth=1.6)
         axes.fill_between(t, curve, bottom, color=color, alpha=0.12, linewidth=0)
         for compared_curve in compared_curves:
-            axes.plot(t, compared_curve, linewidth=1.6, **_COMPARED)
+            axes.plot(t, compared_curve, linewidth=1.6, **_COMPARED_STYLE)
     is_invalid = ~np.isfinite(values) | (values < 0)
     if is_invalid.any():
         heights = np.full(is_invalid.sum(), 0.02)  # fractions of the axes' height: just above the x axis
@@ -263,7 +263,7 @@ def draw_increments(increments: Increments, title: str) -> Figure:
     figure.text(0, 1 + 1.18 / _INCREMENTS_HEIGHT, heading, va="top", fontsize=13, fontweight="bold")
     areas = increments.area()
     names = [name for name in SHADES if (areas == name).any()]  # areas that the process has
-    is_exploding = increments.process in _EXPLODING
+    is_exploding = increments.process in EXPLODING_PROCESSES
     # moments of the increments
     _draw_increment_panel(
         grid[0, 0],
@@ -272,7 +272,7 @@ def draw_increments(increments: Increments, title: str) -> Figure:
         logarithmic=is_exploding,
         lines=[
             _Line("by the paper's formula", increments.variance, _BLUE),
-            _Line("its lower bound", increments.variance_bound, INK, _DASHES),
+            _Line("its lower bound", increments.variance_bound, INK, _BOUND_DASH),
         ],
         legend_position="lower right",
     )
@@ -297,7 +297,7 @@ def draw_increments(increments: Increments, title: str) -> Figure:
         logarithmic=not is_exploding,  # the mean of a variance-exploding process is 0
         lines=[
             _Line("size of the mean", abs(increments.mean), _BLUE),
-            _Line("its upper bound", increments.mean_squared_bound**0.5, INK, _DASHES),
+            _Line("its upper bound", increments.mean_squared_bound**0.5, INK, _BOUND_DASH),
         ],
     )
     # the areas
@@ -324,7 +324,7 @@ def _draw_increment_panel(
     For a variance-exploding process, the x axis is logarithmic and the first time, t = 0, is left out. If all values
     are 0, a note that the scale of x0 is constant replaces the legend.
     """
-    is_exploding = increments.process in _EXPLODING
+    is_exploding = increments.process in EXPLODING_PROCESSES
     visible = slice(1, None) if is_exploding else slice(None)  # a log axis has no t = 0
     t = increments.t[visible]
     axes.set(xscale="log" if is_exploding else "linear", yscale="log" if logarithmic else "linear")
@@ -337,7 +337,7 @@ def _draw_increment_panel(
     if not any(line.values.any() for line in lines):
         axes.set_ylim(-1, 1)
         note = "none: the scale of x0 is constant"
-        axes.text(0.5, 0.62, note, transform=axes.transAxes, ha="center", fontsize=9, bbox=_PAPER)
+        axes.text(0.5, 0.62, note, transform=axes.transAxes, ha="center", fontsize=9, bbox=_TEXT_BOX)
     elif len(lines) > 1:
         axes.legend(fontsize=8, loc=legend_position, frameon=True, edgecolor="none", framealpha=0.85)
 
@@ -383,7 +383,7 @@ def _mark_boundaries(axes: Axes, increments: Increments) -> None:
             xycoords=("data", "axes fraction"),
             textcoords="offset points",
             va="top",
-            bbox=_PAPER,
+            bbox=_TEXT_BOX,
             fontsize=8.5,
         )
 
@@ -405,7 +405,7 @@ def _draw_variance_histogram(axes: Axes, increments: Increments, areas: np.ndarr
     """
     variance = increments.variance
     edges: np.ndarray  # of 20 bars
-    if increments.process in _EXPLODING:
+    if increments.process in EXPLODING_PROCESSES:
         edges = np.geomspace(variance.min(), variance.max() * 1.0001, 21)  # rounding must not exclude the maximum
         axes.set_xscale("log")
     else:

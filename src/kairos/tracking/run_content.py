@@ -78,7 +78,7 @@ def build_experiment_run(results: "Results") -> RunContent:
     reference_values: dict[str, Any] = {}
     for row_name, row in results.reference["rows"].items():
         reference_values |= {f"reference/{row_name}/{key}": value for key, value in row.items()}
-    start = min((run.started or _UNKNOWN_START for run in results.runs), default=_UNKNOWN_START)
+    start = min(run.started or _UNKNOWN_START for run in results.runs)
     time_of_step = build_step_clock(start, seconds_by_step={})
     provenance = results.runs[0].record["provenance"]
     return RunContent(
@@ -108,7 +108,10 @@ def build_training_run(
 
 
 def identify_training_run(experiment: "Experiment", method: str, seed: int, identity: str) -> dict[str, str]:
-    """Return the tags that find the MLflow run of a training run; `build_training_run` describes the arguments."""
+    """Return the tags that find the MLflow run of a training run.
+
+    `identity` is the hash of everything that decides the run's trajectory.
+    """
     return {
         "kairos.experiment": experiment.experiment,
         "kairos.role": "training",

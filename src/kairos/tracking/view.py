@@ -56,7 +56,7 @@ def build_note(results: Results) -> str:
     reason.
     """
     try:
-        rows = ranking.compare_methods(results)
+        rows = ranking.compare_methods(results.measurements)
         # without a baseline, the table compares with its first method
         table = compare.build_comparison_table(results.measurements, rows if results.baseline else None)
     except KairosError as error:

@@ -1,4 +1,6 @@
-"""Code of the workflow that the Snakefile, DVC and the SLURM executor share; imports no torch.
+"""Code of the workflow that the Snakefile, DVC and the SLURM executor share.
+
+Only the process of the fork server imports torch.
 
 - `layout`: files, stages, rules and jobs of an experiment; `dependencies`: what the results of each stage depend on.
 - `rules`: arguments and resources of the rules; `controller`: start and end of a run; `fork_server`: quick job starts.

@@ -27,13 +27,19 @@ from kairos_timesteps.errors import ConfigError, KairosError, demand, rejection
 
 RECORDED = "params.yaml"  # experiment file whose stages dvc.yaml contains and whose results `record` and `adopt` handle
 _PYTHON = (sys.executable, "-m")  # start of a command that runs a tool of this Python environment
-_STAGES = Path("dvc.yaml")  # all stages except the first
-_LOCK = Path("dvc.lock")  # hashes of the results of the stages in dvc.yaml
+_STAGES_FILE = Path("dvc.yaml")  # all stages except the first
+_LOCK_FILE = Path("dvc.lock")  # hashes of the results of the stages in dvc.yaml
 # file of the first stage, which writes the table that the stages in dvc.yaml depend on. It is a separate file, because
 # its lock file changes with every byte of the code.
-_FIRST = Path("workflow/dvc.yaml")
+_FIRST_STAGE_FILE = Path("workflow/dvc.yaml")
 _NO_TELEMETRY = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
-_CLOCK_TIMES = ("report.html", "summary.csv", "figures", "timing", "timing.jsonl")  # names of outputs or folders
+_NAMES_WITH_CLOCK_TIMES = (
+    "report.html",
+    "summary.csv",
+    "figures",
+    "timing",
+    "timing.jsonl",
+)  # names of outputs or folders
 # fields of a machine's record (`portable.machine`) in which two runs are compared
 _MACHINE_FACTS = ("processor", "instruction_set", "torch", "numpy", "libc", "python")
 _MOST_LINES = 20  # of changed files in a message
@@ -66,7 +72,7 @@ def write_dependencies(config: Path, out: Path) -> None:
             call continues after a commit.
     """
     layout = create_layout(load(config))
-    if _STAGES.is_file():
+    if _STAGES_FILE.is_file():
         if str(config) == RECORDED:
             # both raise an error after a change: `dvc repro`, whose first stage calls this function, has read the file
             # before
@@ -85,11 +91,11 @@ def _check_stages(layout: Layout, config: Path) -> None:
 
     Stages of training runs and ``report`` are not checked. `config` is the experiment file, for the message.
     """
-    stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"]
+    stages = yaml.safe_load(_STAGES_FILE.read_text(encoding="utf-8"))["stages"]
     missing = set(layout.shared_stages) - set(stages)
     if missing:
         advice = "add it in the manner of autoencoder, and its manifest to the deps of encode"
-        raise ConfigError(f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; {advice}")
+        raise ConfigError(f"{config}: {_STAGES_FILE} has no stage {', '.join(sorted(missing))}; {advice}")
 
 
 def _build_dependency_table(layout: Layout) -> dict[str, Any]:
@@ -126,14 +132,14 @@ def _update_methods(methods: list[str]) -> None:
     # DVC expands ${methods} from params.yaml, but neither a grid nor methods of the file that params.yaml extends
     are_all_written = list(written_methods) == methods
     names = "${methods}" if are_all_written else json.dumps(methods)
-    text = _STAGES.read_text(encoding="utf-8")
+    text = _STAGES_FILE.read_text(encoding="utf-8")
     method_line = r"(?m)^( +method: ).*$"  # such as "      method: ${methods}"
     # the replacement is a function, because `re.sub` would interpret backslashes in a text
     updated = re.sub(method_line, lambda match: match[1] + names, text)
     if updated != text:
-        write_text(_STAGES, updated)
+        write_text(_STAGES_FILE, updated)
         source = f"reads the methods from {RECORDED}" if are_all_written else f"lists the methods of {RECORDED}"
-        raise KairosError(f"{_STAGES} now {source}; commit it and run the command again")
+        raise KairosError(f"{_STAGES_FILE} now {source}; commit it and run the command again")
 
 
 def _update_plugin_files(plugins: list[str]) -> None:
@@ -146,13 +152,13 @@ def _update_plugin_files(plugins: list[str]) -> None:
         KairosError: this call has changed workflow/dvc.yaml, which DVC has read before. The message tells the user to
             commit the file and run the command again.
     """
-    text = _FIRST.read_text(encoding="utf-8")
+    text = _FIRST_STAGE_FILE.read_text(encoding="utf-8")
     plugin_files = "".join(f", {json.dumps(file)}" for file in source_files(plugins))
     deps_line = r"(?m)^( +deps: \[params\.yaml, src/kairos, library/src/kairos_timesteps).*\]$"
     updated = re.sub(deps_line, lambda match: f"{match[1]}{plugin_files}]", text)
     if updated != text:
-        write_text(_FIRST, updated)
-        message = f"{_FIRST} now lists the plugin files of {RECORDED}"
+        write_text(_FIRST_STAGE_FILE, updated)
+        message = f"{_FIRST_STAGE_FILE} now lists the plugin files of {RECORDED}"
         raise KairosError(f"{message}; commit it and run the command again")
 
 
@@ -229,7 +235,9 @@ def record() -> None:
             workflow/dvc.lock and dvc.machines.json; or dvc.yaml or workflow/dvc.yaml had to be changed, see
             `write_dependencies`.
     """
-    record_files = [str(path) for path in (_LOCK, _FIRST.with_suffix(".lock"), _machines_file(_LOCK))]
+    record_files = [
+        str(path) for path in (_LOCK_FILE, _FIRST_STAGE_FILE.with_suffix(".lock"), _machines_file(_LOCK_FILE))
+    ]
     uncommitted = [line for line in _changed_files() if line[3:] not in record_files]  # line: " M path" or "?? path"
     if uncommitted:
         reason = "the working tree has uncommitted changes, so the results could not be reproduced from a commit"
@@ -240,7 +248,7 @@ def record() -> None:
     _write_lock()
     machines = _list_machines(results)
     if machines:  # adopted results come without machines; the recorded ones then stay
-        write_json(_machines_file(_LOCK), {"machines": machines})
+        write_json(_machines_file(_LOCK_FILE), {"machines": machines})
     if _changed_files(*record_files):
         log(f"recorded in dvc.lock; commit it: git add {' '.join(record_files)} && git commit")
     else:
@@ -254,12 +262,12 @@ def _write_lock() -> None:
         KairosError: DVC fails. An earlier dvc.lock is then restored; without one, the file is left as DVC has left it.
             The lock of workflow/dvc.yaml is not restored.
     """
-    previous_lock = _LOCK.read_text(encoding="utf-8") if _LOCK.exists() else None
-    _LOCK.unlink(missing_ok=True)  # DVC would keep stages in it that dvc.yaml no longer has
+    previous_lock = _LOCK_FILE.read_text(encoding="utf-8") if _LOCK_FILE.exists() else None
+    _LOCK_FILE.unlink(missing_ok=True)  # DVC would keep stages in it that dvc.yaml no longer has
     process = _run_tool("dvc", "commit", "--force")
     if process.returncode:
         if previous_lock is not None:
-            write_text(_LOCK, previous_lock)
+            write_text(_LOCK_FILE, previous_lock)
         raise KairosError(f"record: dvc commit failed:\n{process.stderr.strip()}")
 
 
@@ -274,7 +282,7 @@ def adopt() -> None:
             differ from dvc.lock.
     """
     layout = create_layout(load(RECORDED))
-    if not _LOCK.exists():
+    if not _LOCK_FILE.exists():
         raise KairosError("adopt: dvc.lock is missing, so nothing was recorded; `make demo` computes the results")
     _pull()
 
@@ -290,7 +298,9 @@ def adopt() -> None:
 
     # check that neither Snakemake nor DVC would run anything; an error does not undo the adoption
     _check_up_to_date("adopt: the recorded results do not belong to this working tree.")
-    _run_tool("dvc", "repro", str(_FIRST))  # writes the table of dependencies; after a failure, `dvc status` fails
+    _run_tool(
+        "dvc", "repro", str(_FIRST_STAGE_FILE)
+    )  # writes the table of dependencies; after a failure, `dvc status` fails
     if _run_tool("dvc", "status", "--quiet").returncode:
         raise KairosError("adopt: files differ from dvc.lock; `dvc status` lists them")
     log(f"adopted: {layout.results}/report.html; nothing to rerun for snakemake and dvc")
@@ -427,8 +437,8 @@ def _is_temporary(file: Path) -> bool:
 
 
 def _has_clock_times(path: str) -> bool:
-    """Return True if a part of an output's path is in `_CLOCK_TIMES`, outputs that differ in every run."""
-    return any(part in _CLOCK_TIMES for part in Path(path).parts)
+    """Return True if a part of an output's path is in `_NAMES_WITH_CLOCK_TIMES`, outputs that differ in every run."""
+    return any(part in _NAMES_WITH_CLOCK_TIMES for part in Path(path).parts)
 
 
 def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:

@@ -43,13 +43,13 @@ from typing import Any, NoReturn
 from kairos import portable, process_exit, resource_usage
 from kairos.training.launch import die_with_parent
 
-_TRAINING_STAGES = ("train", "sample", "evaluate", "analyse", "measure")
-FORKED_STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", *_TRAINING_STAGES))
+_STAGES_WITH_NETWORK = ("train", "sample", "evaluate", "analyse", "measure")
+FORKED_STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", *_STAGES_WITH_NETWORK))
 _SOCKET_VARIABLE = "KAIROS_PRELOADED"  # environment variable with the path of the server's socket
 # stages whose jobs import diffusers if the experiment has an autoencoder
 _AUTOENCODER_STAGES = frozenset(("autoencoder", "encode", "reference", "sample"))
 # code of the server's process, to be formatted with the arguments of `serve`: listener, config, stages and folder
-_SERVER = (
+_SERVER_CODE = (
     "from kairos import process_exit, quick_imports; process_exit.skip_teardown(); quick_imports.enable(); "
     "from kairos import cli; from kairos.workflow import fork_server; fork_server.serve(cli.main, {}, {!r}, {!r}, {!r})"
 )
@@ -99,7 +99,7 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
         os.close(os.pidfd_open(os.getpid()))  # raises OSError before Linux 5.3, where guardians could not work
         listener.bind(f"{folder}/socket")
         listener.listen(_MOST_WAITING)
-        code = _SERVER.format(listener.fileno(), str(config), sorted(set(forked_stages)), folder)
+        code = _SERVER_CODE.format(listener.fileno(), str(config), sorted(set(forked_stages)), folder)
         server = subprocess.Popen(
             [sys.executable, "-P", "-c", code],  # -P: sys.path without the working directory
             stdin=subprocess.PIPE,

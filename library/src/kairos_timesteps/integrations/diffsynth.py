@@ -25,6 +25,7 @@ class StrategyLoss:
 
     def __call__(self, pipe: Any, **inputs: Any) -> Tensor:
         """Return the weighted loss of a batch, whose samples share a timestep."""
+        # the loss function draws one timestep for the batch, so the first sample represents it
         conditions = {name: inputs[name][:1] for name in self.conditions}
         sigma = self.strategy(inputs["input_latents"][:1], conditions=conditions or None)
         scheduler = pipe.scheduler
@@ -36,12 +37,13 @@ class StrategyLoss:
 
 
 class _Scheduler:
-    """Scheduler with one timestep: of the timesteps that another scheduler trains on, the nearest to 1000 sigma."""
+    """Scheduler whose only timestep is the training timestep of another scheduler that is nearest to 1000 sigma."""
 
     def __init__(self, scheduler: Any, sigma: Tensor):
-        self._scheduler, every = scheduler, scheduler.timesteps
-        nearest = (every - 1000 * sigma.to(every.device)).abs().argmin()
-        self.timesteps = every[nearest].expand(len(every))
+        self._scheduler = scheduler
+        timesteps = scheduler.timesteps
+        nearest = (timesteps - 1000 * sigma.to(timesteps.device)).abs().argmin()
+        self.timesteps = timesteps[nearest].expand(len(timesteps))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)

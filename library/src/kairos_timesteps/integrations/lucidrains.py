@@ -57,7 +57,10 @@ class StrategyDiffusion(_WithStrategy):
         return strategy
 
     def forward(self: Any, img: Tensor, *args: Any, times: Tensor | None = None, **options: Any) -> Tensor:
-        """Return the loss of images in [0, 1], at times of the strategy unless `times` are given."""
+        """Return the loss of images in [0, 1], (batch, channels, height, width).
+
+        An attached strategy draws the times, unless `times` are given; without one, the trainer does.
+        """
         if self.strategy is None or times is not None:
             loss: Tensor = super().forward(img, *args, times=times, **options)
             return loss
@@ -97,7 +100,13 @@ class StrategyFlow(_WithStrategy):
         return strategy
 
     def forward(self: Any, data: Tensor, noise: Tensor | None = None, **options: Any) -> Any:
-        """Return the loss of images in [0, 1], at times of the strategy; ConfigError if times are given."""
+        """Return the loss of images in [0, 1], (batch, channels, height, width).
+
+        An attached strategy draws the times; without one, the trainer does.
+
+        Raises:
+            ConfigError: a strategy is attached and times are given.
+        """
         if self.strategy is not None:
             demand(options.get("times") is None, "RectifiedFlow: times", "given", "none: the strategy draws them")
             options["times"] = self.strategy(self.data_normalize_fn(data))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from kairos.cli.common import demand
+from kairos.cli.common import demand_option
 from kairos.cli.strategies.listing import describe_options
 from kairos.cli.strategies.output import align_columns, text_bar, timestep_ranges, warn, write_output
 from kairos.forward_process import build_process, select_prediction, with_sigma_data
@@ -177,7 +177,9 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
 
         return [build_recorded_view(arguments)]
     if arguments.compare_set:
-        demand(arguments.compare is not None, "compare-set", arguments.compare_set[0], "nothing without --compare")
+        demand_option(
+            arguments.compare is not None, "compare-set", arguments.compare_set[0], "nothing without --compare"
+        )
     context = _parse_context(arguments.context)
     if is_preset(arguments.strategy) or is_preset(arguments.compare):
         from kairos.cli.strategies.trainer_presets import build_views_with_presets
@@ -194,7 +196,9 @@ def build_views(arguments: argparse.Namespace) -> list[View]:
         is_used = any(note.startswith(f"{name} =") for note in notes)
         if not is_used:
             unused.append(name)
-    demand(not unused, "context", ", ".join(unused), "properties that the strategy depends on, such as tokens of shift")
+    demand_option(
+        not unused, "context", ", ".join(unused), "properties that the strategy depends on, such as tokens of shift"
+    )
     return views
 
 
@@ -229,7 +233,7 @@ def _parse_context(settings: list[str]) -> dict[str, Any]:
     context = {}
     for setting in settings:
         name, equals, text = map(str.strip, setting.partition("="))
-        demand(equals, "context", repr(setting), "NAME=VALUE, such as tokens=4096")
+        demand_option(equals, "context", repr(setting), "NAME=VALUE, such as tokens=4096")
         context[name] = parse_scalar(text, "context", setting)
     return context
 
@@ -349,7 +353,7 @@ def parse_settings(settings: list[str], names: dict[str, str], set_option: str) 
     values: dict[str, dict[str, Any]] = {kind: {} for kind in names}
     for setting in settings:
         key, equals, text = map(str.strip, setting.partition("="))
-        demand(equals, set_option, repr(setting), "OPTION=VALUE, such as sampler.k=5")
+        demand_option(equals, set_option, repr(setting), "OPTION=VALUE, such as sampler.k=5")
         matches = []
         for full_name in full_names:
             _, _, option = full_name.partition(".")
@@ -451,7 +455,7 @@ def _curriculum_context(sampler: Sampler, name: str, progress: float | None) -> 
             raise ConfigError(f"--progress: {problem}; allowed: curricula, such as clts")
         return {}, []
     shown_progress = 0.0 if progress is None else progress
-    demand(0 <= shown_progress <= 1, "progress", f"{shown_progress:g}", "0 to 1")
+    demand_option(0 <= shown_progress <= 1, "progress", f"{shown_progress:g}", "0 to 1")
     length = _curriculum_length(sampler)
     step = round(shown_progress * length)
     note = f"curriculum at step {step} of {length}" if length else f"curriculum at progress {shown_progress:g}"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import kairos_timesteps
-from kairos.cli.common import demand
+from kairos.cli.common import demand_option
 from kairos.cli.strategies.listing import describe_options
 from kairos.cli.strategies.show import (
     View,
@@ -79,7 +79,7 @@ def _select_process(preset_names: list[str], arguments: argparse.Namespace) -> L
     preset_name, unit = next(iter(units.items()))  # a second preset has an equal unit
     for option in (*_PROCESS_ARGUMENTS, "progress"):
         value = getattr(arguments, option)
-        demand(value is None, option, value, f"none, since {preset_name} determines it")
+        demand_option(value is None, option, value, f"none, since {preset_name} determines it")
     return LibraryComponent.select(PROCESSES, PROCESS_BY_TIME_UNIT[unit])
 
 
@@ -99,8 +99,8 @@ def _build_preset(arguments: argparse.Namespace) -> Any:
     options = {}
     for setting in arguments.set:
         key, equals, text = map(str.strip, setting.partition("="))
-        demand(equals, arguments.set_option, repr(setting), "OPTION=VALUE, such as shift=3")
-        demand(key not in options, f"{arguments.set_option} {key}", "a value twice", "once")
+        demand_option(equals, arguments.set_option, repr(setting), "OPTION=VALUE, such as shift=3")
+        demand_option(key not in options, f"{arguments.set_option} {key}", "a value twice", "once")
         options[key] = parse_scalar(text, arguments.set_option, setting)
     return kairos_timesteps.preset(arguments.strategy, **options)
 
