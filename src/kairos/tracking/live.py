@@ -193,10 +193,12 @@ class Reporter(threading.Thread):
             self._unsent,
             tags={},  # the import sets them
         )
-        settling = 0 if self._training_ended.is_set() else _SETTLING_SECONDS  # the end of the run waits: no pause then
+        settle_seconds = (
+            0 if self._training_ended.is_set() else _SETTLING_SECONDS
+        )  # the end of the run waits: no pause then
         start_milliseconds = round(1000 * self._begun)
         run = mlflow_store.find_or_create_run(
-            client, experiment_id, content, start=start_milliseconds, settling=settling
+            client, experiment_id, content, start_milliseconds, settle_seconds=settle_seconds
         )
         mlflow_store.log_missing(client, run, content)
         run_id = str(run.info.run_id)

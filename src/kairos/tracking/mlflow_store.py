@@ -191,7 +191,9 @@ def find_or_create_experiment(client: Client, name: str) -> str:
     return str(experiment.experiment_id)
 
 
-def find_or_create_run(client: Client, experiment: str, content: RunContent, start: int, settling: float = 0.0) -> Run:
+def find_or_create_run(
+    client: Client, experiment_id: str, content: RunContent, start_milliseconds: int, settle_seconds: float = 0.0
+) -> Run:
     """Return the MLflow run with the identifying tags of `content`; it is created if it does not exist.
 
     Processes that create it at once may leave several such runs. The earliest is kept, and the others are moved to
@@ -199,22 +201,24 @@ def find_or_create_run(client: Client, experiment: str, content: RunContent, sta
 
     Args:
         client: client of the store.
-        experiment: id of the MLflow experiment.
+        experiment_id: id of the MLflow experiment.
         content: content of the run; a new run receives only its name and its identifying tags.
-        start: start of a new run, in milliseconds since 1970.
-        settling: seconds to wait after the creation, for runs that other processes create at the same time.
+        start_milliseconds: start of a new run, in milliseconds since 1970.
+        settle_seconds: seconds to wait after the creation, for runs that other processes create at the same time.
     """
     from mlflow import MlflowException
 
-    conditions = [f"tags.`{key}` = '{value}'" for key, value in content.identifying.items()]
+    conditions = [f"tags.`{key}` = '{value}'" for key, value in content.identifying_tags.items()]
 
     def search() -> list[Run]:
-        return list(client.search_runs([experiment], " and ".join(conditions), order_by=[_EARLIEST_FIRST]))
+        return list(client.search_runs([experiment_id], " and ".join(conditions), order_by=[_EARLIEST_FIRST]))
 
     runs = search()
     if not runs:
-        client.create_run(experiment, start_time=start, tags=content.identifying, run_name=content.name)
-        time.sleep(settling)
+        client.create_run(
+            experiment_id, start_time=start_milliseconds, tags=content.identifying_tags, run_name=content.name
+        )
+        time.sleep(settle_seconds)
         runs = search()  # the new run, and runs that other processes have created
     for duplicate in runs[1:]:
         with suppress(MlflowException):  # another job has deleted it
@@ -222,14 +226,14 @@ def find_or_create_run(client: Client, experiment: str, content: RunContent, sta
     return runs[0]
 
 
-def find_runs(client: Client, experiment: str, tag: str, value: str) -> list[Run]:
-    """Return all runs of the MLflow experiment with id `experiment` whose `tag` has a value, the earliest first."""
+def find_runs(client: Client, experiment_id: str, tag: str, value: str) -> list[Run]:
+    """Return all runs of the MLflow experiment `experiment_id` whose `tag` has a value, the earliest first."""
     condition = f"tags.`{tag}` = '{value}'"
     runs: list[Run] = []
     page_token = None  # None: the first page
     while True:
         page = client.search_runs(
-            [experiment], condition, max_results=_RUNS_PER_PAGE, order_by=[_EARLIEST_FIRST], page_token=page_token
+            [experiment_id], condition, max_results=_RUNS_PER_PAGE, order_by=[_EARLIEST_FIRST], page_token=page_token
         )
         runs += page
         page_token = page.token
@@ -237,13 +241,13 @@ def find_runs(client: Client, experiment: str, tag: str, value: str) -> list[Run
             return runs
 
 
-def create_run(client: Client, experiment: str, content: RunContent, start: int) -> Run:
+def create_run(client: Client, experiment_id: str, content: RunContent, start_milliseconds: int) -> Run:
     """Create an MLflow run with the tags of `content`, but without its parameters and metric values.
 
-    `experiment` is the id of the MLflow experiment, and `start` is in milliseconds since 1970.
+    `start_milliseconds` counts from 1970.
     """
-    tags = {**content.tags, **content.identifying}
-    return client.create_run(experiment, start_time=start, tags=tags, run_name=content.name)
+    tags = {**content.tags, **content.identifying_tags}
+    return client.create_run(experiment_id, start_time=start_milliseconds, tags=tags, run_name=content.name)
 
 
 def log_missing(client: Client, run: Run, content: RunContent) -> None:

@@ -43,14 +43,14 @@ class RunContent:
 
     Attributes:
         name: name of the run.
-        identifying: tags that never change and together find the run.
+        identifying_tags: tags that never change and together find the run.
         params: parameters.
         points: metric values with step and time.
         tags: further tags.
     """
 
     name: str
-    identifying: dict[str, str]
+    identifying_tags: dict[str, str]
     params: dict[str, str]
     points: Sequence[Point]
     tags: dict[str, str]
@@ -58,7 +58,7 @@ class RunContent:
     @cached_property
     def digest(self) -> str:
         """SHA-256 hash of name, tags, parameters and points, computed at the first access."""
-        return sha256_json([self.name, self.identifying, self.params, list(self.points), self.tags])
+        return sha256_json([self.name, self.identifying_tags, self.params, list(self.points), self.tags])
 
 
 def mlflow_experiment_name(experiment: "Experiment") -> str:
@@ -83,7 +83,7 @@ def build_experiment_run(results: "Results") -> RunContent:
     provenance = results.runs[0].record["provenance"]
     return RunContent(
         name=name,
-        identifying={"kairos.experiment": name, "kairos.role": "experiment"},
+        identifying_tags={"kairos.experiment": name, "kairos.role": "experiment"},
         params={"methods": ", ".join(results.methods)[:_PARAM_LIMIT], "model": results.experiment.model.name},
         points=list(convert_record(reference_values, step=0, time_of_step=time_of_step)),
         tags={"kairos.data": results.dataset["content_sha256"], **build_source_tags(provenance)},
@@ -102,9 +102,11 @@ def build_training_run(
 
     `identity` is the hash of everything that decides the run's trajectory.
     """
-    identifying = identify_training_run(experiment, method, seed, identity)
+    identifying_tags = identify_training_run(experiment, method, seed, identity)
     params = flatten_parameters(experiment, method, seed)
-    return RunContent(name=f"{method} seed {seed}", identifying=identifying, params=params, points=points, tags=tags)
+    return RunContent(
+        name=f"{method} seed {seed}", identifying_tags=identifying_tags, params=params, points=points, tags=tags
+    )
 
 
 def identify_training_run(experiment: "Experiment", method: str, seed: int, identity: str) -> dict[str, str]:

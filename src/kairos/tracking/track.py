@@ -102,37 +102,39 @@ class _Store:
     Attributes:
         client: client of the store.
         experiment_id: id of the MLflow experiment.
-        present: runs of the store at the start of the import, by their identifying tags; of several runs with equal
+        runs_by_tags: runs of the store at the start of the import, by their identifying tags; among runs with equal
             tags, the earliest comes first.
     """
 
     client: mlflow_store.Client
     experiment_id: str
-    present: dict[tuple[str | None, ...], list[mlflow_store.Run]]
+    runs_by_tags: dict[tuple[str | None, ...], list[mlflow_store.Run]]
 
-    def find(self, identifying: dict[str, str]) -> mlflow_store.Run | None:
+    def find_and_delete_duplicates(self, identifying_tags: dict[str, str]) -> mlflow_store.Run | None:
         """Return the earliest MLflow run with identifying tags, or None; later ones are moved to MLflow's trash.
 
         Runs that were created after the start of the import are ignored.
         """
         from mlflow import MlflowException
 
-        key = tuple(identifying.get(tag) for tag in run_content.IDENTIFYING_TAGS)
-        earliest, *duplicates = self.present.get(key, [None])  # None: there is no such run
+        key = tuple(identifying_tags.get(tag) for tag in run_content.IDENTIFYING_TAGS)
+        earliest, *duplicates = self.runs_by_tags.get(key, [None])  # None: there is no such run
         for duplicate in duplicates:
             with suppress(MlflowException):  # another job has deleted it
                 self.client.delete_run(duplicate.info.run_id)
         return earliest
 
     def find_or_create(self, content: run_content.RunContent) -> mlflow_store.Run:
-        """Return the MLflow run with the identifying tags of `content`; it is created if it does not exist.
+        """Return the MLflow run with the identifying tags of `content`; it is created if it does not exist."""
+        run = self.find_and_delete_duplicates(content.identifying_tags)
+        return run if run is not None else self.create(content)
+
+    def create(self, content: run_content.RunContent) -> mlflow_store.Run:
+        """Create an MLflow run with the identifying tags of `content`, and return it.
 
         A new run has no parameters and metrics yet; its start is the time of the earliest point of `content`. The
         caller ensures that `content` has points.
         """
-        run = self.find(content.identifying)
-        if run is not None:
-            return run
         start = min(point.timestamp for point in content.points)
         # a local database is locked during an import, so that no other process creates this run; a server has no lock
         if self.client.tracking_uri.startswith("http"):
@@ -155,11 +157,11 @@ class _Store:
 def _open_store(client: mlflow_store.Client, experiment_id: str, name: str) -> _Store:
     """Return the `_Store` of an MLflow experiment, with the runs of the kairos experiment `name` in it."""
     # one search for all runs takes a fraction of the time of a search for each run
-    present: dict[tuple[str | None, ...], list[mlflow_store.Run]] = {}
+    runs_by_tags: dict[tuple[str | None, ...], list[mlflow_store.Run]] = {}
     for run in mlflow_store.find_runs(client, experiment_id, "kairos.experiment", name):
         key = tuple(run.data.tags.get(tag) for tag in run_content.IDENTIFYING_TAGS)
-        present.setdefault(key, []).append(run)
-    return _Store(client, experiment_id, present)
+        runs_by_tags.setdefault(key, []).append(run)
+    return _Store(client, experiment_id, runs_by_tags)
 
 
 def _is_complete(run: mlflow_store.Run, digest: str) -> bool:
@@ -199,9 +201,10 @@ def _import_training_run(store: _Store, parent_id: str, results: Results, run: R
     `_hash_training_run`, and `parent_id` the id of the parent run.
     """
     identity = run.record["identity"]
-    present = store.find(run_content.identify_training_run(results.experiment, run.method, run.seed, identity))
-    if present is not None and _is_complete(present, digest):
-        return str(present.info.run_id)
+    identifying_tags = run_content.identify_training_run(results.experiment, run.method, run.seed, identity)
+    existing_run = store.find_and_delete_duplicates(identifying_tags)
+    if existing_run is not None and _is_complete(existing_run, digest):
+        return str(existing_run.info.run_id)
     content = run_content.build_training_run(
         results.experiment,
         run.method,
@@ -210,7 +213,7 @@ def _import_training_run(store: _Store, parent_id: str, results: Results, run: R
         points=run_content.collect_points(run),
         tags=run_content.build_tags(results, run) | {"mlflow.parentRunId": parent_id},
     )
-    mlflow_run = store.find_or_create(content)  # `present`, if there is one
+    mlflow_run = existing_run if existing_run is not None else store.create(content)
     run_id = str(mlflow_run.info.run_id)
     # MLflow reads the whole run to log its first artifact, which is fast before the run has metrics
     for snapshot in run.snapshots:
