@@ -92,6 +92,22 @@ def read_experiment(folder: Path) -> pd.DataFrame:
     return table.astype(dict.fromkeys(measured, float))  # None, a value that is not measured, becomes NaN
 
 
+def drop_unfinished_settings(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of settings in which every method has all seeds of its setting; names of others are printed.
+
+    The methods are those of all settings together.
+    """
+    methods = set(rows["method"])
+    finished = []
+    for setting, setting_rows in rows.groupby("setting", sort=False):
+        seeds_by_method = setting_rows.groupby("method")["seed"].agg(frozenset)
+        if set(seeds_by_method.index) == methods and seeds_by_method.nunique() == 1:
+            finished.append(setting)
+        else:
+            print(f"{setting}: unfinished, left out", file=sys.stderr)
+    return rows[rows["setting"].isin(finished)]
+
+
 def log_values_at(rows: pd.DataFrame, metric: str, time: float) -> "pd.Series[float]":
     """Return the logarithm of a metric at a time, interpolated between snapshots, by seed.
 
@@ -375,6 +391,8 @@ def main() -> None:
         raise SystemExit(f"results/study_{arguments.round}_*: no results; run python studies/run.py {arguments.round}")
     if arguments.goal and arguments.goal not in (known := sorted(rows["method"].unique())):
         parser.error(f"--goal: got {arguments.goal}, allowed: {', '.join(known)}")
+    if arguments.round == "final":
+        rows = drop_unfinished_settings(rows)
     if arguments.out:
         rows.to_csv(arguments.out, index=False, float_format="%.6g", lineterminator="\n")
     if arguments.rates:

@@ -15,7 +15,6 @@ import judge
 import numpy as np
 import page
 import pandas as pd
-import tuned
 
 STUDIES = Path(__file__).resolve().parent
 FIGURE = STUDIES.parent / "docs/tuned.png"
@@ -37,18 +36,6 @@ NAMES = {  # method in the results: name in the figure; for options and weightin
 }
 COLOURS_OF_SETTINGS = ("black", "#882255", "#999933")  # left panel
 COLOURS_OF_METHODS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#999999", "#9467BD", "black")
-
-
-def read_results() -> pd.DataFrame:
-    """Return the committed rows of the final round, of settings in which all seeds of all strategies are finished."""
-    rows = pd.read_csv(STUDIES / "results/tuned_final.csv")
-    finished = []
-    for setting in tuned.SETTINGS:
-        seeds = tuned.FINAL_SEEDS.get(setting, tuned.SEEDS["final"])
-        counts = rows[rows["setting"] == setting].groupby("method")["seed"].nunique()
-        if all(counts.get(method, 0) == len(seeds) for method in NAMES):
-            finished.append(setting)
-    return rows[rows["setting"].isin(finished)]
 
 
 def select_ratios(judged: pd.DataFrame) -> pd.DataFrame:
@@ -153,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FIGURE, help="the figure (docs/tuned.png)")
     arguments = parser.parse_args()
-    rows = read_results()
+    rows = judge.drop_unfinished_settings(pd.read_csv(STUDIES / "results/tuned_final.csv"))
     ratios = select_ratios(judge.table(rows, correct_each_metric=True))
     draw(ratios, judge.relative_times_to_target(rows, "distance"), arguments.out)
     print(markdown(ratios))

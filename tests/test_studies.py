@@ -94,6 +94,15 @@ def test_page_and_figure_show_every_method_in_order_of_its_distance(tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
+def test_settings_without_all_seeds_of_all_methods_are_left_out(capsys):
+    rows = curves({"uniform": (1, 1), "p2": (1.5, 1)})
+    lacks_method = rows[rows["method"] == "p2"].assign(setting="lacks a method")
+    lacks_seed = rows[(rows["method"] == "p2") | (rows["seed"] > 0)].assign(setting="lacks a seed")
+    kept = judge.drop_unfinished_settings(pd.concat([lacks_method, rows, lacks_seed]))
+    assert set(kept["setting"]) == {"s"} and len(kept) == len(rows)
+    assert capsys.readouterr().err.count("unfinished, left out") == 2
+
+
 def test_a_profile_shows_in_how_many_settings_a_method_is_as_fast_as_the_fastest(tmp_path):
     # values are inversely proportional to time: a factor f reaches uniform's value after f times its time
     first = curves({"uniform": (1, 1), "min_snr": (0.5, 1), "p2": (2, 1)})
