@@ -77,7 +77,7 @@ gpu:  ## what only a GPU shows, without set-up: PART=correct, step, strategies, 
 	  PYTHONPATH=src:library/src:$$packages $(PYTHON) benchmarks/gpu/$$part.py $(FLAGS) || status=1; \
 	done; exit $$status
 
-gpu-wheels:  ## download wheels for a GPU machine without a network, whose Python is GPU_PYTHON: pydantic, jaxtyping and diffusers (not huggingface_hub, requests, regex, PyYAML)
+gpu-wheels:  ## download pydantic, jaxtyping and diffusers for a GPU machine without a network, whose Python is GPU_PYTHON
 	@$(PYTHON) -m pip download --quiet --dest wheels --only-binary=:all: --python-version $(GPU_PYTHON) \
 	  --platform manylinux2014_x86_64 pydantic jaxtyping \
 	  && $(PYTHON) -m pip download --quiet --dest wheels --no-deps "diffusers>=0.42" importlib_metadata zipp && ls wheels

@@ -93,9 +93,9 @@ def read_experiment(folder: Path) -> pd.DataFrame:
 
 
 def drop_unfinished_settings(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of settings in which every method has all seeds of its setting; names of others are printed.
+    """Return the rows of finished settings, and print the names of unfinished settings to standard error.
 
-    The methods are those of all settings together.
+    A setting is finished if it contains every method that occurs in any setting, and its methods have equal seeds.
     """
     methods = set(rows["method"])
     finished = []

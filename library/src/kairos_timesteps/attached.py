@@ -178,7 +178,7 @@ class Attached:
         self._evaluating = False  # the last draw was that of a validation
         self._validation_ndim = 1  # number of dimensions of t in the last validation draw
         self._measurement: AbstractContextManager[None] | None = None  # open during the optimizer's step
-        self._read_skipped: Callable[[], bool] | None = None  # True if GradScaler skipped the step
+        self._read_skipped: Callable[[], bool] | None = None  # returns True if GradScaler skipped the step
         self._step_pending = False  # True from the optimizer's call until `_finish_step`
         self._is_creating_state = False  # the optimizer is called only to create its state
         self._other_optimizer: _OtherOptimizer | None = None  # optimizer that took a step since the last draw

@@ -55,10 +55,11 @@ def render_estimate(estimate: CostEstimate) -> str:
 
 
 def _job_table(estimate: CostEstimate) -> str:
-    """Return the table of stages: jobs, jobs in the queue, GPUs of a job; the last row has the sums of jobs.
+    """Return the table of stages: jobs, jobs that are submitted to the queue, GPUs of a job; the last row has the sums.
 
-    Stages without jobs in the queue have text in that column: they run with stage sample, or here, on the machine of
-    the controller. The column of GPUs is empty for stages without a GPU, and for an experiment on CPUs.
+    A stage that submits no job has text instead of a number: ``with sample`` if it runs in the jobs of stage sample,
+    ``here`` if it runs on the controller's machine. The column of GPUs is empty for stages without a GPU, and for an
+    experiment on CPUs.
     """
     rows: list[tuple[Any, ...]] = [("stage", "jobs", "in the queue", "GPUs each")]
     for stage in estimate.stages:

@@ -26,13 +26,8 @@ COLUMNS = (
     "experiment", "method", "seeds", "step", "metric", "value", "spread", "baseline", "difference", "low", "high",
     "p_value", "steps_factor", "time_factor",
 )  # fmt: skip
-_COLUMNS_ABOVE_TABLE = (
-    "experiment",
-    "seeds",
-    "step",
-    "metric",
-    "baseline",
-)  # a terminal shows equal ones once, above the table
+# columns that a terminal shows once, above the table, if all their cells are equal
+_COLUMNS_ABOVE_TABLE = ("experiment", "seeds", "step", "metric", "baseline")
 # fields of a protocol that need not be equal: the identity of one run; and the accuracy of the extractor, whose hash is
 # compared
 _IGNORED_PROTOCOL_FIELDS = ("identity", "accuracy")

@@ -111,7 +111,7 @@ class _Store:
     runs_by_tags: dict[tuple[str | None, ...], list[mlflow_store.Run]]
 
     def find_and_delete_duplicates(self, identifying_tags: dict[str, str]) -> mlflow_store.Run | None:
-        """Return the earliest MLflow run with identifying tags, or None; later ones are moved to MLflow's trash.
+        """Return the earliest MLflow run with these identifying tags, or None; move later ones to MLflow's trash.
 
         Runs that were created after the start of the import are ignored.
         """
@@ -131,6 +131,8 @@ class _Store:
 
     def create(self, content: run_content.RunContent) -> mlflow_store.Run:
         """Create an MLflow run with the identifying tags of `content`, and return it.
+
+        On a server, a run that another process has created meanwhile is returned instead.
 
         A new run has no parameters and metrics yet; its start is the time of the earliest point of `content`. The
         caller ensures that `content` has points.
