@@ -68,7 +68,7 @@ def read_experiment(folder: Path) -> pd.DataFrame:
     results = collect(experiment, folder)
     batch, diffusion = experiment.training.batch_size, experiment.diffusion
     schedule = build_process(diffusion.process, diffusion.prediction, sigma_data=1.0).schedule
-    reference = {f"ref_{name}": row[results.metric] for name, row in results.reference["rows"].items()}
+    reference = {f"ref_{name}": row[results.distance_metric] for name, row in results.reference["rows"].items()}
     rows = []
     for training, milestone in results.run_snapshots:
         cost = experiment.methods[training.method].sampler.build(schedule).cost(batch, 1)
@@ -82,7 +82,7 @@ def read_experiment(folder: Path) -> pd.DataFrame:
                     "step": milestone.step,
                     "time": milestone.step * ratio,
                     "seconds": training.seconds_by_step.get(milestone.step),
-                    "distance": milestone.measured_values[results.metric],
+                    "distance": milestone.measured_values[results.distance_metric],
                     **{name: milestone.measured_values.get(name) for name in METRICS[1:]},
                     **reference,
                 }

@@ -59,9 +59,9 @@ def test_tensorboard_reads_the_curves_at_their_times_and_the_grids(tree, tmp_pat
     assert cli.main(["export", "tensorboard", str(folder), "--out", str(tmp_path / "events")]) == 0
     for training in results.runs:
         events = EventAccumulator(str(tmp_path / "events" / training.method / "seed0")).Reload()
-        distances = events.Scalars(results.metric)
+        distances = events.Scalars(results.distance_metric)
         assert [event.step for event in distances] == [0, 100, 200, 400]
-        expected = [snapshot.measured_values[results.metric] for snapshot in training.snapshots]
+        expected = [snapshot.measured_values[results.distance_metric] for snapshot in training.snapshots]
         assert [event.value for event in distances] == pytest.approx(expected, rel=1e-6)
         assert distances[-1].wall_time - distances[0].wall_time == pytest.approx(
             training.seconds_by_step[400], abs=0.01
@@ -78,7 +78,7 @@ def test_wandb_gets_an_offline_run_per_training_run(tree, tmp_path):
     files = {path: path.read_bytes() for path in out.glob("wandb/offline-run-*/*.wandb")}
     assert len(files) == len(results.runs)
     for content in files.values():
-        assert results.metric.encode() in content and b"sampler.name" in content
+        assert results.distance_metric.encode() in content and b"sampler.name" in content
 
 
 def test_a_missing_tool_is_reported_with_what_installs_it(tree, tmp_path, monkeypatch, capsys):

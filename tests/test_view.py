@@ -123,7 +123,7 @@ def test_the_first_page_of_a_new_browser_shows_methods_with_their_distances(tree
             assert server.wait(60) == 0
     for training in results.runs:
         assert f"{training.method} seed {training.seed}" in shown
-        assert str(training.last_snapshot.measured_values[results.metric])[:6] in shown
+        assert str(training.last_snapshot.measured_values[results.distance_metric])[:6] in shown
     positions = [shown.index(f"{method} seed 0") for method in ("min_snr", "speed", "uniform")]
     assert positions == sorted(positions), "the lowest distance first"
     with pytest.raises(OSError):

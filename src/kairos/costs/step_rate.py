@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from kairos import nvidia
 from kairos.files import read_json, read_lines
 from kairos_timesteps.errors import demand
 
@@ -37,9 +38,8 @@ def unit_of(device: str) -> str:
     """
     if device != "auto":
         return "CPU" if device == "cpu" else "GPU"
-    has_gpu = Path("/dev/nvidiactl").exists()  # the driver's device: torch takes seconds to import
     has_slurm = shutil.which("sinfo") is not None
-    return "GPU" if has_gpu or has_slurm else "CPU"
+    return "GPU" if nvidia.has_driver() or has_slurm else "CPU"
 
 
 def rate_from_options(

@@ -54,7 +54,7 @@ def summary_csv(results: Results) -> str:
     `OPTIONAL_PROTOCOL` and `LAST_COLUMNS`. Values of single sample sets are left out. A missing value is an empty cell.
     Floats have enough digits to be read back exactly.
     """
-    metric = results.metric
+    metric = results.distance_metric
     fixed_columns = [*FIRST_COLUMNS, metric, f"{metric}_spread", "val_loss", "val_vlb", *PROTOCOL]
     records = [snapshot.measured_values for _, snapshot in results.run_snapshots]
     records += results.reference["rows"].values()

@@ -231,14 +231,14 @@ class Results:
     notes: tuple[str, ...] = ()
 
     @property
-    def metric(self) -> str:
+    def distance_metric(self) -> str:
         """Name of the Fréchet distance: ``frechet_<extractor>``, or ``fid`` with Inception features."""
         return str(self.reference["metric"])
 
     @property
     def primary_metric(self) -> str:
         """Column that methods are ranked by: the Fréchet distance, or ``val_loss``."""
-        return "val_loss" if self.experiment.evaluation.primary_metric == "validation" else self.metric
+        return "val_loss" if self.experiment.evaluation.primary_metric == "validation" else self.distance_metric
 
     @property
     def methods(self) -> list[str]:

@@ -320,7 +320,7 @@ def find_ranking_warnings(selection: Selection, metric: str | None = None) -> It
     """
     for (results, _), label in zip(selection, _experiment_labels(selection)):
         ranking_metric = metric or results.primary_metric
-        ranks_by_distance = ranking_metric == results.metric
+        ranks_by_distance = ranking_metric == results.distance_metric
         reason = reason_not_to_rank(results.reference) if ranks_by_distance else None
         if reason:
             yield f"{label}: {reason} {ADVICE}"

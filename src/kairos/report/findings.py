@@ -42,7 +42,7 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
         results: results of the experiment.
         comparisons: comparison of its methods, the best one first, see `ranking.compare_methods`.
     """
-    ranks_by_distance = results.primary_metric == results.metric
+    ranks_by_distance = results.primary_metric == results.distance_metric
     sentences = []
     reason = reason_not_to_rank(results.reference) if ranks_by_distance else None
     if reason:
@@ -157,7 +157,7 @@ def find_warnings(results: Results) -> Iterator[str]:
     """
     unmoved_warnings = list(_find_unmoved_samplers(results))
     yield from _shorten(unmoved_warnings, "training runs have samplers that learn but have not moved from their start")
-    if results.primary_metric != results.metric:  # otherwise the outcome reports the reason
+    if results.primary_metric != results.distance_metric:  # otherwise the outcome reports the reason
         reason = reason_not_to_rank(results.reference)
         if reason:
             yield reason
@@ -221,18 +221,18 @@ def _find_distances_above_gaussian(results: Results) -> Iterator[str]:
     Distances are means over seeds at the last common snapshot. Nothing is yielded if there are no such methods, or if
     the Gaussian's reference row is missing.
     """
-    gaussian = results.reference["rows"].get("gaussian", {}).get(results.metric)
+    gaussian = results.reference["rows"].get("gaussian", {}).get(results.distance_metric)
     if gaussian is None:
         return
     common = results.measurements.common_measurements
     methods_above = []
     for method in results.methods:
-        distance = float(common.values_of(method, results.metric).iloc[:, -1].mean())
+        distance = float(common.values_of(method, results.distance_metric).iloc[:, -1].mean())
         if distance >= gaussian:
             methods_above.append(f"{method} ({format_number(distance)})")
     if methods_above:
         limit = f"{format_number(gaussian)} of a Gaussian fitted to the data"
-        yield f"{results.metric} is not below the {limit}: {join_first_names(methods_above)}. Train longer."
+        yield f"{results.distance_metric} is not below the {limit}: {join_first_names(methods_above)}. Train longer."
 
 
 def _find_metric_warnings(method: str, curve: Curve, gaussian: float | None) -> Iterator[str]:

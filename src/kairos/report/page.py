@@ -70,7 +70,7 @@ def render_page(results: Results, figures: Path) -> str:
         has_not_moved=has_not_moved,
         final_value=final_value,
         further_metrics=_further_metrics(final_metrics, results.primary_metric),
-        reference_metrics=_further_metrics(results.reference["rows"].values(), results.metric),
+        reference_metrics=_further_metrics(results.reference["rows"].values(), results.distance_metric),
         snapshot_labels=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
         losses=formatting.join_names(
             [formatting.describe_component(loss.plain()) for loss in results.experiment.diffusion.losses]

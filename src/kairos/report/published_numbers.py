@@ -169,7 +169,7 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
         return not_measured
     # the measured values of all seeds, in the paper's unit
     # "fid" stands for the experiment's Fréchet distance, whatever its features
-    column = results.metric if block.column == "fid" else block.column
+    column = results.distance_metric if block.column == "fid" else block.column
     values = results.measurements.values_of(row.method, column)  # (seeds, steps)
     values = values.drop(columns=0, errors="ignore")  # papers have no untrained network
     if block.best_so_far:

@@ -173,9 +173,9 @@ def _evaluation_stages(experiment: Experiment) -> dict[str, Dependencies]:
 def _analysis_stages(experiment: Experiment) -> dict[str, Dependencies]:
     """Return the dependencies of stage ``analyse_NAME`` of each analysis, and ``measure_NAME`` if it reads snapshots.
 
-    The options of the analysis are in the field ``asked``. Stage ``analyse_NAME`` also has the settings of all methods,
-    in ``methods``. Stage ``measure_NAME`` also has ``computing``, and lacks the options that select methods and
-    snapshots.
+    The options of the analysis are in the field ``options``. Stage ``analyse_NAME`` also has the settings of all
+    methods, in ``methods``. Stage ``measure_NAME`` also has ``computing``, and lacks the options that select methods
+    and snapshots.
     """
     stages = {}
     for analysis in experiment.analyses:
@@ -184,10 +184,10 @@ def _analysis_stages(experiment: Experiment) -> dict[str, Dependencies]:
             # a measurement is of one snapshot of one method: the selection of methods and snapshots does not change it
             measured_options = _dump(analysis, leave_out=("methods", "milestones"))
             measure_modules = ["kairos.analyses.tables", code, *_network_modules(experiment)]
-            measure_fields = {"asked": measured_options, **_computing(experiment)}
+            measure_fields = {"options": measured_options, **_computing(experiment)}
             stages[f"measure_{analysis.name}"] = Dependencies(measure_fields, measure_modules)
         methods = {name: _dump(method) for name, method in experiment.methods.items()}
-        analyse_fields = {"asked": analysis.plain(), "methods": methods}
+        analyse_fields = {"options": analysis.plain(), "methods": methods}
         stages[f"analyse_{analysis.name}"] = Dependencies(analyse_fields, ["kairos.report.analysis_figures", code])
     return stages
 

@@ -1,0 +1,11 @@
+"""Detection of NVIDIA's driver without torch, whose import takes seconds."""
+
+from pathlib import Path
+
+
+def has_driver() -> bool:
+    """Return True if NVIDIA's driver runs on this machine.
+
+    torch may still be unable to use the GPU, for example if torch was built for CPUs only.
+    """
+    return Path("/dev/nvidiactl").exists()
