@@ -10,7 +10,7 @@ from kairos.files import read_json
 from kairos.training import optim
 from kairos.training.settings import AVERAGES, SCHEDULES
 from kairos_timesteps.errors import KairosError
-from training_case import experiment, make_latents, train
+from training_case import experiment, hashes, make_latents, train
 
 
 def compute_factor(name, step, length=0, **options):
@@ -72,15 +72,23 @@ def latents(tmp_path_factory):
     return make_latents(tmp_path_factory.mktemp("data"))
 
 
-def test_a_schedule_with_a_length_rejects_another_length(latents, tmp_path):
-    plain = experiment({"uniform": {}}, training__schedule="cosine")
-    train(plain, "uniform", 0, tmp_path, latents, [0, 20])  # the first half of the schedule of 40 steps
-    longer = experiment({"uniform": {}}, training__schedule="cosine", training__milestones=[20, 80])
-    with pytest.raises(KairosError, match=r"got a length of 80 steps, .* a length of 40; allowed: that length"):
-        train(longer, "uniform", 0, tmp_path, latents, [0, 20, 80])
-    train(plain, "uniform", 0, tmp_path, latents, [0, 20, 40])
-    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
-    assert '"step": 40' in last and read_json(tmp_path / "training.json")["steps"] == 40
+@pytest.mark.parametrize("milestones", [[20], [20, 80]])
+def test_a_cosine_ends_at_the_last_milestone_after_other_milestones_too(latents, tmp_path, milestones):
+    first = experiment({"uniform": {}}, training__schedule="cosine", training__milestones=[20, 40])
+    changed = experiment({"uniform": {}}, training__schedule="cosine", training__milestones=milestones)
+    train(first, "uniform", 0, tmp_path / "extended", latents, [20, 40])
+    for name in ("extended", "fresh"):
+        assert train(changed, "uniform", 0, tmp_path / name, latents, milestones)["steps_run"] == milestones[-1]
+    records = [read_json(tmp_path / name / "training.json") for name in ("extended", "fresh")]
+    assert records[0]["identity"] == records[1]["identity"]
+    assert hashes(tmp_path / "extended") == hashes(tmp_path / "fresh")
+
+
+def test_a_schedule_with_a_length_continues_to_a_later_milestone(latents, tmp_path):
+    schedule = {"name": "cosine", "length": 80}
+    for milestones in ([20], [20, 40]):
+        plain = experiment({"uniform": {}}, training__schedule=schedule, training__milestones=milestones)
+        assert train(plain, "uniform", 0, tmp_path, latents, milestones)["steps_run"] == 20
 
 
 def test_the_logging_interval_changes_no_result(latents, tmp_path):

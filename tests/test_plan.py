@@ -1,6 +1,7 @@
 """Estimates of ``kairos plan`` equal real networks, strategies and files."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kairos.config import load, validate
 from kairos.costs.estimate import estimate_cost
 from kairos.costs.network import count_network_cost
 from kairos.costs.rendering import estimate_values, format_bytes, render_estimate
+from kairos.costs.step_rate import measured_rate
 from kairos.models.settings import BACKBONES
 from kairos_timesteps.base import Cost, MeasuresNetwork, Sampler
 from kairos_timesteps.components import SAMPLERS
@@ -206,6 +208,17 @@ def test_the_estimate_equals_files_and_rate_of_a_real_run(tmp_path: Path, monkey
         and estimate_values(estimate)["cpu_hours"]["uniform"] >= expected_hours
     )
     assert "CPU-hours" in render_estimate(estimate) and "GPU" not in render_estimate(estimate).replace("GPUs each", "")
+
+
+def test_the_rate_is_that_of_the_newest_state(tmp_path: Path) -> None:
+    """A run whose settings have changed keeps the state of the earlier settings."""
+    for name, seconds, modified in (("aaaa", 10.0, 1_000), ("ffff", 0.01, 2_000), ("cccc", 5.0, 1_500)):
+        file = tmp_path / "uniform/seed0/.state" / name / "timing.jsonl"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"step": 1, "seconds": seconds}) + "\n" + "\0\0\n")  # a power loss damaged the end
+        os.utime(file, (modified, modified))
+    rate = measured_rate(tmp_path, {"uniform": 1e9}, devices=1)
+    assert rate is not None and rate.seconds_per_step["uniform"] == 0.01
 
 
 def _measure_size(folder: Path) -> int:

@@ -126,6 +126,22 @@ def test_lowering_the_last_milestone_gives_the_shorter_run(finished, latents, tm
         assert (longer / name).read_bytes() == (shorter / name).read_bytes()
 
 
+def test_a_run_may_have_a_milestone_at_each_of_many_steps(latents, tmp_path):
+    steps = list(range(101))
+    plain = experiment({"uniform": {}}, training__milestones=steps[1:], training__checkpoint_every=100)
+    assert train(plain, "uniform", 0, tmp_path, latents, steps)["steps_run"] == 100
+    assert train(plain, "uniform", 0, tmp_path, latents, steps)["steps_run"] == 0
+
+
+def test_a_run_resumes_after_a_power_loss_damaged_its_times(half, finished, latents, tmp_path):
+    out = shutil.copytree(half, tmp_path / "run")
+    (timing,) = out.glob(".state/*/timing.jsonl")
+    with open(timing, "ab") as file:
+        file.write(bytes(40) + b"\n")
+    assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 20
+    assert components(out) == components(finished)
+
+
 def test_a_marked_run_starts_over(finished, latents, tmp_path):
     out = shutil.copytree(finished, tmp_path / "run")
     mark_to_start_over(out)

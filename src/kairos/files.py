@@ -413,3 +413,16 @@ def read_lines(path: Path) -> list[str]:
         return []
     *lines, _ = path.read_text(encoding="utf-8").split("\n")  # the last text is empty, or a line that is being written
     return lines
+
+
+def read_timing(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a timing.jsonl, see ``training.run_folder.TIMING_FIELDS``; an empty list without a file.
+
+    Damaged lines are left out: training does not synchronise the file with the disk, so a power loss may damage its
+    end.
+    """
+    entries = []
+    for line in read_lines(path):
+        with suppress(json.JSONDecodeError):
+            entries.append(json.loads(line))
+    return entries

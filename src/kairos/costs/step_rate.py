@@ -1,6 +1,5 @@
 """Duration of a training step: measured in earlier training runs of the experiment, or from command-line options."""
 
-import json
 import math
 import shutil
 import statistics
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kairos import nvidia
-from kairos.files import read_json, read_lines
+from kairos.files import read_json, read_timing
 from kairos_timesteps.errors import demand
 
 
@@ -134,14 +133,13 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
 def _seconds_per_step(folder: Path) -> float | None:
     """Return the mean seconds of a step of a training run, from its timing files; None if they contain no timed step.
 
-    A complete run has timing.jsonl in its `folder`, an incomplete run in the folder of its state. The last line of a
-    file contains the steps and the seconds of the run so far. The first file is used in which neither number is 0.
+    A complete run has timing.jsonl in its `folder`, an incomplete run in the folder of its state. A run has several
+    states if its settings have changed. The last line of a file contains the steps and the seconds of the run so far.
+    The newest file is used in which neither number is 0.
     """
-    for file in [folder / "timing.jsonl", *sorted((folder / ".state").glob("*/timing.jsonl"))]:
-        lines = read_lines(file)
-        if not lines:
-            continue
-        totals = json.loads(lines[-1])
-        if totals["step"] and totals["seconds"]:
-            return float(totals["seconds"] / totals["step"])
+    files = [*folder.glob("timing.jsonl"), *folder.glob(".state/*/timing.jsonl")]
+    for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
+        entries = read_timing(file)
+        if entries and entries[-1]["step"] and entries[-1]["seconds"]:
+            return float(entries[-1]["seconds"] / entries[-1]["step"])
     return None

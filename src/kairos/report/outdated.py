@@ -21,7 +21,7 @@ from kairos.config.sweeps import METHOD_COMPONENTS
 from kairos.files import RecordReader, glance
 from kairos.library_components import LibraryComponent
 from kairos.sampling.settings import GUIDANCE, resolve_solver
-from kairos.training.identity import compute_identity, trajectory_settings
+from kairos.training.identity import compute_identity, set_schedule_length, trajectory_settings
 from kairos_timesteps.diffusion.schedule import CELLS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name
@@ -283,6 +283,7 @@ class ExpectedSettings:
             recorded_method[kind] = self._add_defaults(recorded_method.get(kind, {"name": default}), component)
         recorded["methods"] = {method: recorded_method}
         recorded["model"] = self._add_defaults(recorded["model"], self.experiment.model)
+        recorded["training"] = set_schedule_length(recorded["training"])
         default_dtype = AutoencoderConfig.model_fields["dtype"].default  # plain values lack it
         recorded["autoencoder"] = {"dtype": default_dtype} | recorded["autoencoder"]
         return _compare_settings(self._settings_of(method), recorded)

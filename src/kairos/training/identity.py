@@ -1,7 +1,8 @@
 """The identity of a training run: the hash of everything that decides its trajectory, and of nothing else.
 
 The identity does not depend on the number of steps, milestones, segments, logging and paths. A longer run with an equal
-identity therefore resumes where the shorter one ended, unless its learning-rate schedule ends at the last milestone.
+identity therefore resumes where the shorter one ended. If the learning-rate schedule ends at the last milestone, this
+milestone is part of the identity, and a longer run starts from step 0.
 This module imports no torch, because the workflow uses it.
 """
 
@@ -30,12 +31,25 @@ def trajectory_settings(training: "TrainingConfig", method: "MethodConfig") -> d
 
     Milestones, segments, checkpoints, logging and hardware are left out. The number of processes is included only if
     the method's coupling declares the fact `by_rank`: each rank then couples its slice of the batch. The path
-    `start_from` is included; `compute_identity` replaces it.
+    `start_from` is included; `compute_identity` replaces it. The length of a schedule is as in `set_schedule_length`.
     """
     ignored = {*_HARDWARE_SETTINGS, *_JOB_SETTINGS}
     if method.coupling.facts.get("by_rank"):
         ignored.remove("processes")
-    return training.model_dump(mode="json", exclude=ignored)
+    values = set_schedule_length(training.model_dump(mode="json"))
+    return {name: value for name, value in values.items() if name not in ignored}
+
+
+def set_schedule_length(training: dict[str, Any]) -> dict[str, Any]:
+    """Return plain values of section `training` in which a schedule that ends at the last milestone has this length.
+
+    Such a schedule has an option ``length``, which is None. Its new value is the last milestone as the experiment file
+    states it, so ``10 epochs`` differs from the equal number of steps. Other sections are returned unchanged.
+    """
+    schedule = training.get("schedule", {})
+    if "length" not in schedule or schedule["length"] is not None:
+        return training
+    return {**training, "schedule": {**schedule, "length": training["milestones"][-1]}}
 
 
 def code_roots(run: "RunSettings") -> list[str]:

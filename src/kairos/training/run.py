@@ -18,6 +18,7 @@ import torch
 
 from kairos import compute, ranks
 from kairos.data.latents import open_latents
+from kairos.files import read_timing
 from kairos.forward_process import scheduler_config
 from kairos.milestones import write_milestone
 from kairos.progress import ProgressBar, duration, log
@@ -28,7 +29,7 @@ from kairos.training.job import CollectiveStop, ProgressFile, StoppedEarly, Stop
 from kairos.training.loop import divergence_error, train_steps
 from kairos.training.memory import explain_out_of_memory
 from kairos.training.provenance import build_provenance, library_versions
-from kairos.training.run_folder import RunFolder, lock_run_folder, read_timing
+from kairos.training.run_folder import RunFolder, lock_run_folder
 from kairos.training.settings import RunSettings, TrainingConfig
 from kairos.training.state import TrainingState
 from kairos_timesteps import distributed
@@ -79,7 +80,7 @@ def train(
 
     Raises:
         KairosError: another process trains in `out`; data or device are missing; device memory is too small. Or the
-            saved state has other library versions, or another length of the learning-rate schedule.
+            saved state has other library versions.
         DivergedError: a loss or gradient is not finite.
         StoppedEarly: a stop was requested; the completed steps are saved.
     """
@@ -262,8 +263,7 @@ class TrainingJob:
         Raises:
             StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
             DivergedError: a loss or gradient is not finite.
-            KairosError: other library versions computed the checkpoint, its learning-rate schedule has another length,
-                or device memory is too small.
+            KairosError: other library versions computed the checkpoint, or device memory is too small.
         """
         training = self.training
         self._resume(latest_step=missing[0])
@@ -337,8 +337,7 @@ class TrainingJob:
         `training` is unchanged, at step 0. Attribute `seconds` becomes the largest time in timing.jsonl, or 0.
 
         Raises:
-            KairosError: other library versions computed the checkpoint, and `accept_versions` is False; or the
-                learning-rate schedule has another length.
+            KairosError: other library versions computed the checkpoint, and `accept_versions` is False.
         """
         training, run_folder = self.training, self.run_folder
         # rank 0 selects and reads the checkpoint; the other ranks get its step and read it themselves

@@ -3,8 +3,8 @@
     checkpoints/0000400.ckpt     the last two checkpoints
     metrics.jsonl timing.jsonl   lines beyond the checkpoint that a job resumes from are cut off
     milestones/0000400/          every snapshot reached so far
-    complete/0-400.json          a request (its milestones) that was completed
-    complete/0-400.start_over    mark: compute this request again
+    complete/400-1c2d3e4f.json   a request that was completed: its milestones, with the last one and a hash in the name
+    complete/400-1c2d3e4f.start_over    mark: compute this request again
 
 ``D/.state`` also contains ``lock``, held by the process that trains, and ``progress.json``, with step, rate and state
 of the run for `kairos status`.
@@ -21,7 +21,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from kairos.files import (
     read_json,
     read_lines,
     sha256_bytes,
+    sha256_json,
     try_lock,
     write_json,
     write_text,
@@ -253,12 +254,13 @@ class RunFolder:
 
         The published outputs stay.
         """
-        shutil.rmtree(self.state, ignore_errors=True)
+        if self.state.exists():
+            shutil.rmtree(self.state)
         self.state.mkdir(parents=True)
 
     def _completion_file(self, milestones: list[int]) -> Path:
-        """Return the file that marks a request as completed, such as ``complete/0-400.json``."""
-        return self.state / "complete" / ("-".join(str(step) for step in milestones) + ".json")
+        """Return the file that marks a request as completed, such as ``complete/400-1c2d3e4f.json``."""
+        return self.state / "complete" / f"{milestones[-1]}-{sha256_json(milestones)[:8]}.json"
 
     def _checkpoint_path(self, step: int) -> Path:
         """Return the file of the checkpoint after `step` steps."""
@@ -428,11 +430,11 @@ def _is_intact(snapshot: Path) -> bool:
 def _lines_up_to(step: int, path: Path) -> str:
     """Return the text of those lines of a JSON-lines file whose step is at most `step`; empty without a file.
 
-    A last line without a newline is left out.
+    Damaged lines, and a last line without a newline, are left out.
     """
-    return "".join(f"{line}\n" for line in read_lines(path) if json.loads(line)["step"] <= step)
-
-
-def read_timing(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a timing file, with the fields of `TIMING_FIELDS`; an empty list without a file."""
-    return [json.loads(line) for line in read_lines(path)]
+    lines = []
+    for line in read_lines(path):
+        with suppress(json.JSONDecodeError):
+            if json.loads(line)["step"] <= step:
+                lines.append(f"{line}\n")
+    return "".join(lines)

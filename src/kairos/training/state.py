@@ -20,7 +20,6 @@ from kairos.training.lengths import length_in_steps
 from kairos.training.optim import Average
 from kairos.training.settings import RunSettings
 from kairos_timesteps import Strategy, distributed
-from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import derived_seed
 
 
@@ -215,7 +214,7 @@ class TrainingState:
         return self.latents.load_x0(self.latents.train[:256]).to(self.device, self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from: ``model``, ``ema``, ``optimizer``, ``strategy`` and ``length``.
+        """Return the state to resume from: ``model``, ``ema``, ``optimizer`` and ``strategy``.
 
         The step, data and configuration are not included. Weights and moments are the tensors that training updates,
         not copies.
@@ -225,23 +224,13 @@ class TrainingState:
             "ema": self.average.weights,
             "optimizer": self.optimizer.state_dict(),
             "strategy": self.strategy.state_dict(),
-            "length": self.length,
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Restore a result of `state_dict` that was saved after `step` completed steps, and set `step`.
 
-        Lengths are compared before anything is restored. `largest_gradient_norm` and `losses_are_finite` do not change.
-
-        Raises:
-            KairosError: the learning-rate schedule of the saved run has another length.
+        `largest_gradient_norm` and `losses_are_finite` do not change.
         """
-        if state["length"] != self.length:
-            raise KairosError(
-                f"training.schedule: got a length of {self.length} steps, but the state after step {step} followed a "
-                f"length of {state['length']}; allowed: that length ({self.settings.schedule.name} depends on "
-                "its end), or --restart"
-            )
         self.model.load_state_dict(state["model"])
         self.average.load(state["ema"])
         self.optimizer.load_state_dict(state["optimizer"])

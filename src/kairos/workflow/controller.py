@@ -271,8 +271,8 @@ def starts(workflow: Any, layout: Layout) -> None:
 def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
     """Mark the completed requests that start over, see `_requests_to_start_over`; unmark all other completed requests.
 
-    Training runs write the record of a completed request, such as ``complete/0-400.json``, into their state folder. Its
-    mark is the file ``complete/0-400.start_over``.
+    Training runs write the record of a completed request, such as ``complete/400-1c2d3e4f.json``, into their state
+    folder. Its mark is the file ``complete/400-1c2d3e4f.start_over``.
 
     Raises:
         DamagedError: the record of a completed request is damaged.
