@@ -17,10 +17,10 @@ def meet_late():
     if is_late:
         time.sleep(4)  # like a rank that waits for a lock
     ranks.join(2, torch.device("cpu"))
-    result = ranks.on_first(lambda: time.sleep(4) or "read")
+    result = ranks.call_on_rank_0(lambda: time.sleep(4) or "read")
     if is_late:
         time.sleep(4)  # like a rank that writes a checkpoint
-    ranks.meet()
+    ranks.barrier()
     assert ranks.add([1.0]) == [2.0]
     ranks.leave()
     return result

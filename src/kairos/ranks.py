@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-LONGEST_WAIT = 600.0  # seconds that ranks wait for each other in a step; use `meet` if one may take longer
+LONGEST_WAIT = 600.0  # seconds that ranks wait for each other in a step; use `barrier` if one may take longer
 _POLL_INTERVAL = 0.02  # seconds between two checks whether all ranks have arrived
 _store: Any = None  # torchrun's key-value store, which all ranks share
-_COUNTER = "met"  # key in the store: calls of `meet` on all ranks
-_meetings = 0  # calls of `meet` on this rank
+_COUNTER = "barriers"  # key in the store: calls of `barrier` on all ranks
+_barriers = 0  # calls of `barrier` on this rank
 
 
 def join(processes: int, device: "torch.device") -> None:
@@ -26,7 +26,7 @@ def join(processes: int, device: "torch.device") -> None:
     The call returns after all ranks have called it, without a time limit.
 
     CPU tensors are exchanged by gloo, and GPU tensors by NCCL. The caller has selected this process's GPU. The
-    key-value store of torchrun is kept for `meet`.
+    key-value store of torchrun is kept for `barrier`.
 
     Args:
         processes: number of processes.
@@ -48,31 +48,31 @@ def join(processes: int, device: "torch.device") -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # "env://": torchrun has set the address of the store, and the rank, in environment variables
     _store, this_rank, _ = next(rendezvous("env://"))
-    meet(processes)  # without the time limit of the next line
+    barrier(processes)  # without the time limit of the next line
     distributed.init_process_group(
         backend, store=_store, rank=this_rank, world_size=processes, timeout=timedelta(seconds=LONGEST_WAIT)
     )
 
 
-def meet(processes: int | None = None) -> None:
+def barrier(processes: int | None = None) -> None:
     """Wait until all ranks have called this function, without a time limit; with one rank nothing happens.
 
-    All ranks add to one counter. With three ranks, the second meeting ends when the counter reaches 6. All ranks
+    All ranks add to one counter. With three ranks, the second barrier ends when the counter reaches 6. All ranks
     therefore have to call this function equally often. With several ranks, `join` must have been called before.
 
     Args:
         processes: number of ranks, before torch.distributed is initialised; None: the number that it was initialised
             with, or one rank if it was not.
     """
-    global _meetings
+    global _barriers
     if processes is None:
         processes = ranks()
     if processes == 1:
         return
-    _meetings += 1
+    _barriers += 1
     _store.add(_COUNTER, 1)
     # adding 0 returns the counter; if a rank dies, torchrun ends all ranks, so none waits here for ever
-    while _store.add(_COUNTER, 0) < _meetings * processes:
+    while _store.add(_COUNTER, 0) < _barriers * processes:
         time.sleep(_POLL_INTERVAL)
 
 
@@ -81,7 +81,7 @@ def leave() -> None:
     if ranks() > 1:
         from torch import distributed
 
-        meet()
+        barrier()
         time.sleep(_POLL_INTERVAL)  # torch 2.4 waits for ever if gloo's thread still holds the last tensor
         distributed.destroy_process_group()
 
@@ -99,13 +99,13 @@ def add(values: list[float]) -> list[float]:
     return totals
 
 
-def on_first(function: "Callable[[], T]") -> "T":
+def call_on_rank_0(function: "Callable[[], T]") -> "T":
     """Call a function on rank 0 alone and return its result on all ranks, which must all call this.
 
     The function may take long. With several ranks, its result is pickled. If it raises an error, rank 0 raises it, and
     the other ranks wait until torchrun ends them.
     """
     value = function() if rank() == 0 else None
-    meet()  # without a time limit, which the exchange of the results has
+    barrier()  # without a time limit, which the exchange of the results has
     result_of_first, *_ = gather_objects(value)
     return result_of_first  # type: ignore[return-value]  # rank 0 gathers a T, the other ranks None

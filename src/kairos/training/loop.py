@@ -61,7 +61,7 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
             parameter.grad = None
         result = _forward_backward(training, draw, noise, batch.conditions)
         gradient_norm = clip_gradient(training.parameters, training.grad_clip)
-        # `maximum` keeps NaN and infinity: one kernel records whether a norm was not finite, where isfinite takes four
+        # the running maximum stays NaN or infinite after the first such norm; it takes one GPU kernel, isfinite four
         training.largest_gradient_norm = torch.maximum(training.largest_gradient_norm, gradient_norm)
 
         # measure; on a GPU a step that does not log leaves the check to the caller

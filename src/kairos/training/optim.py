@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from kairos.training.settings import (
+    ConstantDecayOptions,
     ConstantOptions,
     CosineOptions,
-    DecayOptions,
-    DecaysOptions,
     HalfLifeOptions,
     InverseSqrtOptions,
     OptimizerOptions,
     PowerOptions,
+    RepeatedDecayOptions,
 )
 from kairos_timesteps.optimizers import Adam, AdamW
 
@@ -63,7 +63,7 @@ def cosine(options: CosineOptions, step: int, length: int) -> float:
     return options.final + (1 - options.final) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def decays(options: DecaysOptions, step: int, length: int) -> float:
+def decays(options: RepeatedDecayOptions, step: int, length: int) -> float:
     """Return a factor that decays linearly from 1 towards 0 before each step in `options.at`, and is 1 elsewhere.
 
     The decay before step `end` takes the last ``share * end`` steps (Hägele et al. 2024, section 3). Its last step,
@@ -83,7 +83,7 @@ def inverse_sqrt(options: InverseSqrtOptions, step: int, length: int) -> float:
     return float(max(step / options.reference, 1.0) ** -0.5)
 
 
-def decay(options: DecayOptions, step: int, batch_size: int) -> float:
+def decay(options: ConstantDecayOptions, step: int, batch_size: int) -> float:
     """Return the weight of the previous average: option `decay`, with warm-up at most (1 + n)/(10 + n).
 
     n is the step plus `count_from`.

@@ -103,7 +103,7 @@ def train(
             run_folder.clear()
 
         # steps; rank 0 reads the files, and all ranks get its result: empty if no step is left to compute
-        missing_milestones = ranks.on_first(lambda: run_folder.prepare(milestones, milestones_only))
+        missing_milestones = ranks.call_on_rank_0(lambda: run_folder.prepare(milestones, milestones_only))
         steps_run = 0
         if missing_milestones:
             job = TrainingJob(
@@ -285,9 +285,9 @@ class TrainingJob:
         Raises:
             StoppedEarly: a stop was requested already.
         """
-        ranks.meet()
+        ranks.barrier()
         self.stop_request.begin()
-        ranks.meet()  # no rank computes a step before all ranks have switched
+        ranks.barrier()  # no rank computes a step before all ranks have switched
 
     def _run_steps(self, milestones: list[int]) -> None:
         """Compute the steps up to the last milestone; append metrics, report progress, save, and stop if requested.
@@ -344,7 +344,7 @@ class TrainingJob:
         checkpoint = None
         if self.is_first:
             checkpoint = run_folder.resume(latest_step, training.device, self.accept_versions)
-        checkpoint_step = ranks.on_first(lambda: checkpoint["step"] if checkpoint else None)
+        checkpoint_step = ranks.call_on_rank_0(lambda: checkpoint["step"] if checkpoint else None)
         if checkpoint_step is not None:
             if checkpoint is None:  # on other ranks than 0
                 checkpoint = run_folder.read_checkpoint(checkpoint_step, training.device)
@@ -374,7 +374,7 @@ class TrainingJob:
             with open(self.run_folder.timing, "a", encoding="utf-8") as timing_file:
                 timing_file.write(json.dumps({"step": step, **times}) + "\n")
             self.run_folder.save_checkpoint(step, self.training.state_dict())
-        ranks.meet()
+        ranks.barrier()
         self.longest_save = max(self.longest_save, time.monotonic() - begun)
 
     def _stop(self, last_milestone: int) -> None:

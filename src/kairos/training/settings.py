@@ -80,7 +80,7 @@ class CosineOptions(ScheduleOptions):
 
 
 @SCHEDULES.register
-class DecaysOptions(ScheduleOptions):
+class RepeatedDecayOptions(ScheduleOptions):
     """Constant except for a short decay to 0 before each of some steps, so that their weights can be evaluated."""
 
     code: ClassVar[str] = "kairos.training.optim:decays"
@@ -113,7 +113,7 @@ AVERAGES: Components[AverageOptions] = Components("average of weights")
 
 
 @AVERAGES.register
-class DecayOptions(AverageOptions):
+class ConstantDecayOptions(AverageOptions):
     """Exponential moving average with a decay per step (Ho et al. 2020)."""
 
     code: ClassVar[str] = "kairos.training.optim:decay"
