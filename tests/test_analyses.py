@@ -14,7 +14,7 @@ import results_tree
 from kairos.analyses import tables
 from kairos.analyses.gradients import compute_gradient_moments
 from kairos.analyses.noise_levels import area_levels, even_levels, load_optimizer_state, log_snr_levels
-from kairos.analyses.settings import ANALYSES, SnapshotOptions
+from kairos.analyses.settings import ANALYSES, SnapshotOptions, analysed_snapshots, snapshot_table_path
 from kairos.cli import main
 from kairos.config import validate
 from kairos.milestones import open_milestone
@@ -253,6 +253,18 @@ def test_the_table_of_an_analysis_requires_the_tables_of_all_snapshots(trained):
     (folder / "uniform/seed0/analyses/gradient_variance.0000020.csv").unlink()
     with pytest.raises(KairosError, match=r"0000020\.csv is missing; `kairos analyse --milestone`"):
         write_analysis(analysis, uniform, folder)
+
+
+def test_the_table_of_an_analysis_contains_method_names_as_text(tmp_path):
+    methods = {"10": {}, "NA": {"weighting": "min_snr"}, "1e3": {}}
+    config = validate(experiment(methods) | {"analyses": ["gradient_variance"]})
+    (analysis,) = config.analyses
+    for method, seed, step in analysed_snapshots(analysis, config):
+        rows = pd.DataFrame([{"method": method, "seed": seed, "step": step, "variance": value} for value in (0.5, None)])
+        tables.write_table(rows, tmp_path / snapshot_table_path(tmp_path, analysis.name, method, seed, step))
+    table = tables.build_table(analysis, config, tmp_path)
+    assert set(table.groupby("method").groups) == {*methods}
+    assert table["step"].dtype == int and table["variance"].count() == len(table) / 2
 
 
 DISCRETE = {"name": "discrete", "timesteps": 100}
