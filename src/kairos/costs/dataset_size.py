@@ -179,8 +179,8 @@ def _find_image_counts(
 def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | None, str]:
     """Return the numbers of all images and of training images before stage prepare, and the numbers' origin.
 
-    The numbers follow from `dataset.train_images`, else from `dataset.images`; else the images are counted. If held-out
-    images are in another folder, the number of all images is None. The origin is ``dataset.train_images``,
+    The numbers follow from `dataset.train_images`, else from `dataset.images` and `dataset.limit`; else the images are
+    counted. If held-out images are in another folder, the number of all images is None. The origin is ``dataset.train_images``,
     ``dataset.images``, ``counted`` or ``embedded`` (digits). If images cannot be counted, both numbers are None and the
     origin is the advice to set one of the fields.
 
@@ -195,9 +195,10 @@ def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | 
         count = None if has_separate_heldout else round(train_count / (1 - float(dataset.heldout)))
         return count, train_count, "dataset.train_images"
     if dataset.images is not None and not is_digits:
+        used_count = dataset.images if dataset.limit is None else min(dataset.images, dataset.limit)
         if has_separate_heldout:
-            return None, dataset.images, "dataset.images"
-        return dataset.images, dataset.images - dataset.heldout_count(dataset.images), "dataset.images"
+            return None, used_count, "dataset.images"
+        return used_count, used_count - dataset.heldout_count(used_count), "dataset.images"
     counts = count_images(dataset)
     if counts.unknown:
         return None, None, "unknown before kairos prepare; set dataset.train_images"
