@@ -85,6 +85,25 @@ def test_sampling_options_that_the_process_lacks_are_rejected():
         validate(values)
 
 
+@pytest.mark.parametrize(
+    ("process", "options", "message"),
+    [
+        ("edm", {"sigma_min": 200.0}, "sigma_min: got 200.0, allowed: less than 80, the largest"),
+        ("edm", {"sigma_max": 0.001}, "sigma_max: got 0.001, allowed: greater than 0.002, the smallest"),
+        ("vp", {"sigma_min": 200.0}, "sigma_min: got 200.0, allowed: less than"),
+        ("discrete", {"spacing": "karras", "sigma_min": 200.0}, "sigma_min: got 200.0, allowed: less than 157"),
+        ("discrete", {"spacing": "karras", "sigma_max": 0.001}, "sigma_max: got 0.001, allowed: greater than 0.01"),
+    ],
+)
+def test_noise_levels_outside_the_process_are_rejected(process, options, message):
+    values = {"experiment": "x", "methods": {"a": {}}, "diffusion": {"process": process}}
+    with pytest.raises(ConfigError, match=rf"sampling\.scheduler\.{message}"):
+        validate({**values, "sampling": {"steps": 5, "scheduler": {"name": "heun", **options}}})
+    # a range wider than the process's is narrowed
+    wide = {"name": "heun", "spacing": "karras", "sigma_min": 1e-4, "sigma_max": 1e4}
+    validate({**values, "sampling": {"steps": 5, "scheduler": wide}})
+
+
 # Timesteps
 
 

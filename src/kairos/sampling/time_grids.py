@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from kairos_timesteps.diffusion.processes import Discrete
-from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.errors import ConfigError, demand
 
 if TYPE_CHECKING:
     from kairos.sampling.settings import SolverOptions
@@ -48,7 +48,8 @@ def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> lis
     The caller has replaced spacing ``auto`` of the solver, see `resolve_solver`.
 
     Raises:
-        ConfigError: two noise levels of spacing karras fall on one timestep of a discrete process.
+        ConfigError: two noise levels of spacing karras fall on one timestep of a discrete process, or the options leave
+            it no range of noise levels.
     """
     times = _grid_times(process, steps, scheduler)
     points = grid_points_at(process, times)
@@ -67,7 +68,8 @@ def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> TimeArr
     caller ensures that the process allows the spacing.
 
     Raises:
-        ConfigError: two noise levels of spacing karras fall on one timestep.
+        ConfigError: two noise levels of spacing karras fall on one timestep, or the options leave it no range of noise
+            levels.
     """
     spacing = scheduler.spacing
     if spacing == "uniform":
@@ -122,13 +124,22 @@ def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") ->
     The last level is `sigma_min` or the smallest of the process; the noise-free image is not included. With one step,
     the only level is the largest. Options `sigma_min` and `sigma_max` can only narrow the range of the process. For a
     discrete process, the levels may differ from the levels of its timesteps.
+
+    Raises:
+        ConfigError: `sigma_min` is not below the largest level of the process, or `sigma_max` not above its smallest.
     """
     signal, noise = process.coefficients(process.times(np.array([0.0, 1.0])))
-    smallest, largest = noise / signal  # levels of the process at fractions 0 and 1
-    if scheduler.sigma_min is not None:
-        smallest = max(smallest, scheduler.sigma_min)
-    if scheduler.sigma_max is not None:
-        largest = min(largest, scheduler.sigma_max)
+    process_smallest, process_largest = noise / signal  # levels of the process at fractions 0 and 1
+    smallest, largest = process_smallest, process_largest
+    sigma_min, sigma_max = scheduler.sigma_min, scheduler.sigma_max
+    if sigma_min is not None:
+        allowed = f"less than {process_largest:.6g}, the largest noise level of the process"
+        demand(sigma_min < process_largest, "sampling.scheduler.sigma_min", sigma_min, allowed)
+        smallest = max(smallest, sigma_min)
+    if sigma_max is not None:
+        allowed = f"greater than {process_smallest:.6g}, the smallest noise level of the process"
+        demand(sigma_max > process_smallest, "sampling.scheduler.sigma_max", sigma_max, allowed)
+        largest = min(largest, sigma_max)
     rho = scheduler.rho
     position = np.linspace(0, 1, steps)
     return np.asarray(((1 - position) * largest ** (1 / rho) + position * smallest ** (1 / rho)) ** rho)
