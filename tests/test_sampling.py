@@ -471,3 +471,29 @@ def test_sampling_without_a_milestone_or_with_two_outputs_is_rejected(tmp_path, 
     assert main([*arguments, "--out", str(tmp_path / "y.npz")]) == 2
     assert "--out" in capsys.readouterr().err
     assert not (tmp_path / "x.npz").exists()
+
+
+def test_option_device_replaces_the_device_of_the_training_run(tmp_path, monkeypatch, capsys):
+    from kairos.cli import main
+    from kairos.evaluation import evaluate
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    record = {"config": {"training": {"threads": 1, "device": "cuda", "deterministic": True}}}
+    with pytest.raises(KairosError, match=r"training\.device of the snapshot \(--device replaces it\): got 'cuda'"):
+        sample.set_up_device(record)
+    assert sample.set_up_device(record, "auto") == sample.set_up_device(record, "cpu") == torch.device("cpu")
+    with pytest.raises(KairosError, match=r"^--device: got 'cuda:1', but no usable GPU is here"):
+        sample.set_up_device(record, "cuda:1")
+
+    # the commands pass the option
+    devices = []
+    monkeypatch.setattr(sample, "run", lambda jobs, request: devices.append(request.device))
+    monkeypatch.setattr(evaluate, "run", lambda jobs, reference, **options: devices.append(options["device"]))
+    for arguments in (
+        ["sample", "--milestone", "m", "--out", "x.npz", "--num", "4"],
+        ["evaluate", "--samples", "x.npz", "--out", "x.json", "--reference", "r"],
+    ):
+        assert main([*arguments, "--device", "cuda:1"]) == main(arguments) == 0
+        assert main([*arguments, "--device", "tpu"]) == 2
+        assert "--device: got 'tpu', allowed: auto, cpu, cuda, cuda:N" in capsys.readouterr().err
+    assert devices == ["cuda:1", None] * 2

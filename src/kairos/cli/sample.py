@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from kairos.cli.common import add_shards, add_timing, demand_option, pair_options, write_timing, yaml_type
+from kairos.cli.common import add_device, add_shards, add_timing, demand_option, pair_options, write_timing, yaml_type
 
 # options that are fields of section `sampling`
 _GUIDANCE = ("guidance_scale", "guidance_channels", "guidance_power", "guidance_interval")
@@ -52,7 +52,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     override("--precision", choices=("fp32", "tf32", "bf16"), help="precision of the network")
     override("--batch-size", type=int, metavar="N", help="images per network evaluation")
     override("--labels", choices=("balanced", "data"), help="equal class frequencies, or those of the training data")
-    # folders to read, shards and timing
+    # folders to read, device, shards and timing
     add("--autoencoder", type=Path, metavar="DIR", help="default: results/<experiment>/autoencoder of the snapshot")
     add(
         "--latents",
@@ -60,6 +60,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="latents with the conditions of the training data; default: results/<experiment>/latents of the snapshot",
     )
+    add_device(parser)
     add_shards(parser, "F")
     add_timing(parser)
 
@@ -103,6 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
         autoencoder=arguments.autoencoder,
         latents=arguments.latents,
         shard=arguments.shard,
+        device=arguments.device,
     )
     sample.run(jobs, request)
     write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))
