@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from kairos.cli import main
 from kairos.data.dataset import open_dataset
 from kairos.evaluation import evaluate, extractors
 from kairos.evaluation.external_reference import read_moments
+from kairos.evaluation.measurements import Spool
 from kairos.evaluation.settings import EXTRACTORS, METRICS, ExtractorOptions, MetricOptions
 from kairos.files import DamagedError
 from kairos.sampling.samples_file import open_samples, write_samples
@@ -387,6 +389,12 @@ def test_incompatible_reference_files_are_rejected(results, tmp_path, monkeypatc
     Path("x.npz").write_bytes(b"no zip")
     with pytest.raises(KairosError, match=r"x\.npz: cannot be read as npz"):
         evaluate.run([job], Path("x.npz"), results / "extractor")
+
+
+def test_a_full_disk_is_reported_with_the_file_of_the_features(monkeypatch):
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda: open("/dev/full", "w+b", buffering=0))
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        Spool().add(torch.zeros(4, 3))
 
 
 def test_a_damaged_compressed_reference_is_reported(tmp_path):

@@ -17,6 +17,7 @@ from torch import Tensor
 from kairos.array_shapes import Gaussian, ImageBatch, IntegerArray, LayerGaussian
 from kairos.data.arrays import ArrayFile, write_npy_header
 from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
+from kairos.files import set_missing_filename
 from kairos.shapes import Features
 
 Multiplicities = Num[Tensor, "batch"]  # how often each feature vector counts
@@ -69,9 +70,10 @@ class Spool:
         """Append vectors on the CPU, float32 (n, d)."""
         self._shape = (self._shape[0] + len(values), values.shape[1])
         is_empty = self._file.tell() == 0
-        if is_empty:
-            self._write_header()  # `rows` corrects its number of vectors
-        self._file.write(values.numpy().tobytes())
+        with set_missing_filename(self._file.name):
+            if is_empty:
+                self._write_header()  # `rows` corrects its number of vectors
+            self._file.write(values.numpy().tobytes())
 
     def rows(self) -> ArrayFile:
         """Return all added vectors, float32 (n, d), which are read from the file on access.
@@ -80,9 +82,10 @@ class Spool:
         the rows remain readable.
         """
         # only now the number of vectors is known; the header has the length of the first one, since both are padded
-        self._file.seek(0)
-        self._write_header()
-        self._file.flush()
+        with set_missing_filename(self._file.name):
+            self._file.seek(0)
+            self._write_header()
+            self._file.flush()
         return ArrayFile(Path(self._file.name))
 
     def _write_header(self) -> None:
