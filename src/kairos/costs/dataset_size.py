@@ -12,6 +12,7 @@ from kairos.config.published_results import KnownConfig
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import count_images
 from kairos.files import read_json
+from kairos.pretrained import read_network_config
 from kairos.text_encoders.settings import TextEncoderConfig
 from kairos_timesteps.errors import ConfigError
 
@@ -224,14 +225,14 @@ def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple
     """Return the shape of an image's latents, None if not known, and the number of arrays that store the latents.
 
     An autoencoder stores two arrays, mean and log-variance; AutoencoderTiny and VQModel store one. The shape of a
-    pretrained autoencoder follows from its config.json, see `_pretrained_config`. It is not known without this file,
+    pretrained autoencoder follows from its config.json, see `read_network_config`. It is not known without this file,
     and the number of arrays is then 2. The caller ensures that the autoencoder is not of kind none.
     """
     level_channels: Sequence[int] | None = config.channels
     latent_channels = config.latent_channels
     arrays = 2
     if config.kind == "pretrained":
-        pretrained = _pretrained_config(str(config.path))
+        pretrained = read_network_config(str(config.path))
         # VQModel has vq_embed_dim; 0: there is no config.json, and hence no `level_channels` either
         latent_channels = pretrained.get("vq_embed_dim") or pretrained.get("latent_channels", 0)
         level_channels = pretrained.get("block_out_channels") or pretrained.get("encoder_block_out_channels")
@@ -241,20 +242,6 @@ def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple
     factor = 2 ** (len(level_channels) - 1)  # each level but the first halves the sides
     _, height, width = image_shape
     return (latent_channels, height // factor, width // factor), arrays
-
-
-def _pretrained_config(path: str) -> dict[str, Any]:
-    """Return the content of a pretrained model's config.json; empty if the file is absent. Nothing is downloaded.
-
-    `path` is a local folder, or the name ``owner/model`` of a model in the local cache of the hub.
-    """
-    file: Any = Path(path) / "config.json"
-    is_hub_name = not Path(path).is_dir() and path.count("/") == 1  # owner/model
-    if is_hub_name:
-        from huggingface_hub import try_to_load_from_cache
-
-        file = try_to_load_from_cache(path, "config.json")  # a path, None, or a marker for "known to be absent"
-    return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else {}
 
 
 def _describe_text(
@@ -272,7 +259,7 @@ def _describe_text(
         text_record = _read_manifest(results / "text")
         if text_record:
             return dict(text_record["condition"])
-        encoder_config = _pretrained_config(config.path)
+        encoder_config = read_network_config(config.path)
         # CLIP has a section for each of its two networks
         text_config = encoder_config.get("text_config", encoder_config)
         length = config.length or text_config.get("max_position_embeddings")
