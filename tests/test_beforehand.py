@@ -105,6 +105,25 @@ def test_check_rejects_runtimes_above_the_limit_of_the_partition(check, tmp_path
     assert "a folder that contains a profile.yaml" in check("check", "--profile", str(tmp_path), resolution=16)[1]
 
 
+def test_the_resources_of_a_profile_may_be_a_list(check, tmp_path):
+    profile = tmp_path / "profile"
+    profile.mkdir()
+    for entries, status in (
+        ("[train:runtime=60, train:mem_mb=100, sample:runtime=2000]", 2),
+        ("[train:runtime=2000, sample:runtime=60]", 0),
+        ("train:runtime=60", 2),
+        ("{train: {runtime: 60}}", 2),
+        ("{sample: {runtime: 60}}", 0),
+    ):
+        (profile / "profile.yaml").write_text(f"set-resources: {entries}\n")
+        # 1000 steps at 0.02 a second: 833 minutes
+        arguments = ("--profile", str(profile), "--steps-per-second", "0.02")
+        assert check("check", *arguments, resolution=16)[0] == status
+    (profile / "profile.yaml").write_text("set-resources: [train=60]\n")
+    status, output = check("check", "--profile", str(profile), resolution=16)
+    assert status == 1 and "set-resources: got 'train=60', allowed: RULE:RESOURCE=VALUE" in output
+
+
 def test_plan_counts_images_and_classes(check):
     status, output = check("plan", resolution=16, sizes=((16, 16), (17, 17)), heldout=0.25)
     assert status == 0 and "15 training images of 20 (counted), 1x16x16" in output

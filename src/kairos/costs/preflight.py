@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -159,7 +159,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
     try:
         # `str` is for the type checker: the file is not None here; `or {}`: an empty file
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
-        training_settings = (settings.get("set-resources") or {}).get("train", {})
+        training_settings = _read_resources(settings.get("set-resources"), rule="train")
         runtime = parse_runtime(training_settings.get("runtime", training_resources(experiment)["runtime"]))
         partitions = settings.get("kairos-partition-config")  # path of a file
         limit = math.inf  # minutes
@@ -177,3 +177,27 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
     allowed += ": raise retries or runtime, or set training.segments"
     is_enough = needed_minutes <= minutes_of_attempts
     demand(is_enough, "training.milestones", f"a job of {needed_minutes:.0f} minutes", allowed)
+
+
+def _read_resources(entries: Any, rule: str) -> dict[str, Any]:
+    """Return the resources by name that a profile's `set-resources` sets for a rule; empty if it sets none.
+
+    `entries` has one of the forms that Snakemake accepts: nested mappings, or a list of texts ``train:runtime=60`` or
+    one such text. None means that the profile has no such option.
+
+    Raises:
+        ValueError: a text has another form.
+    """
+    if entries is None:
+        return {}
+    if isinstance(entries, dict):
+        return dict(entries.get(rule) or {})
+    resources = {}
+    for entry in [entries] if isinstance(entries, str) else entries:
+        entry_rule, colon, assignment = entry.partition(":")
+        name, equals_sign, value = assignment.partition("=")
+        if not (colon and equals_sign):
+            raise ValueError(f"set-resources: got {entry!r}, allowed: RULE:RESOURCE=VALUE")
+        if entry_rule == rule:
+            resources[name] = value
+    return resources
