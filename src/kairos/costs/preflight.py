@@ -80,12 +80,15 @@ def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
     network = estimate.network
     available_gib = gpu_memory / training.trainings_per_gpu  # training runs that share a GPU have equal parts of it
     needed_gib = sum(estimate.memory.values()) / 2**30 + _CONTEXT_GIB
-    # activations are proportional to the micro-batch: remove samples until they fit
-    bytes_per_sample = network.activation_bytes / network.samples
-    additional_samples = math.floor((available_gib - needed_gib) * 2**30 / bytes_per_sample)  # negative: to remove
-    microbatch = network.samples + additional_samples
-    advice = f"training.microbatch: {microbatch} keeps the batch" if microbatch > 0 else "a smaller model"
-    value = f"{training.batch_size}: about {needed_gib:.3g} GiB of {available_gib:.3g} for each training run on a GPU"
+    # activations are proportional to the micro-batch: find the largest one that fits with the other uses
+    other_gib = needed_gib - estimate.memory["activations"] / 2**30
+    free_bytes = (available_gib - other_gib) * 2**30
+    microbatch = math.floor(free_bytes * network.samples / network.activation_bytes)
+    # `activations` are at least the copy of the gradients in the optimizer's step, which no micro-batch reduces
+    gradient_bytes = network.parameters * network.bytes_per_value
+    microbatch_fits = microbatch > 0 and gradient_bytes <= free_bytes
+    advice = f"training.microbatch: {microbatch} keeps the batch" if microbatch_fits else "a smaller model"
+    value = f"{training.batch_size}: about {needed_gib:.4g} GiB of {available_gib:.4g} for each training run on a GPU"
     demand(needed_gib <= available_gib, "training.batch_size", value, advice)
 
 
