@@ -280,7 +280,9 @@ def test_the_table_of_an_analysis_contains_method_names_as_text(tmp_path):
     config = validate(experiment(methods) | {"analyses": ["gradient_variance"]})
     (analysis,) = config.analyses
     for method, seed, step in analysed_snapshots(analysis, config):
-        rows = pd.DataFrame([{"method": method, "seed": seed, "step": step, "variance": value} for value in (0.5, None)])
+        rows = pd.DataFrame(
+            [{"method": method, "seed": seed, "step": step, "variance": value} for value in (0.5, None)]
+        )
         tables.write_table(rows, tmp_path / snapshot_table_path(tmp_path, analysis.name, method, seed, step))
     table = tables.build_table(analysis, config, tmp_path)
     assert set(table.groupby("method").groups) == {*methods}

@@ -165,7 +165,12 @@ def test_a_new_sampler_defines_its_cost(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_limit_reduces_the_configured_number_of_images() -> None:
-    folder = {"dataset__source": "folder", "dataset__path": "x", "dataset__resolution": 32, "dataset__images": 1_281_167}
+    folder = {
+        "dataset__source": "folder",
+        "dataset__path": "x",
+        "dataset__resolution": 32,
+        "dataset__images": 1_281_167,
+    }
     for limit, heldout, counts in (
         (10_000, 0.1, (10_000, 9_000)),
         (2_000_000, 0.0, (1_281_167, 1_281_167)),

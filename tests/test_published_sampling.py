@@ -324,6 +324,18 @@ def test_invalid_guidance_is_rejected(sampling, message):
         validate({**values, "model": {"name": "dit", "conditions": ["class"]}})
 
 
+def test_guidance_without_conditions_or_their_dropout_is_rejected_with_its_value():
+    for model, allowed in (
+        ({"name": "dit"}, "conditions"),
+        ({"name": "dit", "conditions": ["class"]}, "training.*t 0"),
+    ):
+        values = {"experiment": "x", "methods": {"a": {}}, "model": model, "sampling": {"guidance_scale": 2.5}}
+        with pytest.raises(
+            ConfigError, match=rf"sampling\.guidance_scale: got 2.5, allowed: 1 for a model .*{allowed}"
+        ):
+            validate(values)
+
+
 def test_the_workflow_passes_guidance_to_sampling_jobs(monkeypatch):
     """Null settings are passed too, because the milestone may contain other values."""
     seen = []

@@ -473,6 +473,25 @@ def test_sampling_without_a_milestone_or_with_two_outputs_is_rejected(tmp_path, 
     assert not (tmp_path / "x.npz").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch-size", "0"], "--batch-size: got 0, allowed: greater than or equal to 1"),
+        (["--grid-images", "401"], "--grid-images: got 401, allowed: less than or equal to 400"),
+        (["--guidance-scale", "-1"], "--guidance-scale: got -1.0, allowed: greater than or equal to 0"),
+        (
+            ["--scheduler", "{name: ddim, eta: 2}"],
+            "--scheduler: scheduler.eta: got 2, allowed: less than or equal to 1",
+        ),
+    ],
+)
+def test_an_invalid_option_of_sample_is_reported_with_its_name(options, message, capsys):
+    from kairos.cli import main
+
+    assert main(["sample", "--milestone", "m", "--out", "x.npz", "--num", "4", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_option_device_replaces_the_device_of_the_training_run(tmp_path, monkeypatch, capsys):
     from kairos.cli import main
     from kairos.evaluation import evaluate

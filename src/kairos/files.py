@@ -62,16 +62,20 @@ def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
 
     Raises:
         KairosError: a folder or a device is at the path.
-        OSError: the file cannot be written, or the context raised an OSError. Its `filename` is set to `path` if it is
-            missing or the temporary file; another file in it is kept.
+        OSError: the file cannot be written, or the context raised an OSError. Its `filename` is `path`, unless another
+            file caused an error in the context.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
         raise KairosError(f"{path}: a folder or a device is there; allowed: a file")
     temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        error.filename = str(path)  # the folder that cannot be created may be several levels above
+        raise
+    try:
         with set_missing_filename(path, temporary):
-            path.parent.mkdir(parents=True, exist_ok=True)
             with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
                 yield file
                 file.flush()

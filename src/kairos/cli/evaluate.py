@@ -3,7 +3,15 @@
 import argparse
 from pathlib import Path
 
-from kairos.cli.common import add_config, add_device, add_timing, demand_option, pair_options, set_up_device, write_timing
+from kairos.cli.common import (
+    add_config,
+    add_device,
+    add_timing,
+    demand_option,
+    pair_options,
+    set_up_device,
+    write_timing,
+)
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:

@@ -181,9 +181,9 @@ def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | 
     """Return the numbers of all images and of training images before stage prepare, and the numbers' origin.
 
     The numbers follow from `dataset.train_images`, else from `dataset.images` and `dataset.limit`; else the images are
-    counted. If held-out images are in another folder, the number of all images is None. The origin is ``dataset.train_images``,
-    ``dataset.images``, ``counted`` or ``embedded`` (digits). If images cannot be counted, both numbers are None and the
-    origin is the advice to set one of the fields.
+    counted. If held-out images are in another folder, the number of all images is None. The origin is
+    ``dataset.train_images``, ``dataset.images``, ``counted`` or ``embedded`` (digits). If images cannot be counted,
+    both numbers are None and the origin is the advice to set one of the fields.
 
     Raises:
         ConfigError: the counted number of images is not `dataset.images`.

@@ -52,8 +52,8 @@ def run(
     """Evaluate every job, write its record, and print the warnings about numbers of images once.
 
     Threads, device and determinism of this process are set as in the first snapshot's training run. Without a snapshot
-    one thread computes, deterministically, on a GPU if one is usable. Argument `device` replaces the device. The reference fixes the extractor's precision.
-    Marks the end of start-up, see `resource_usage.end_startup`.
+    one thread computes, deterministically, on a GPU if one is usable. Argument `device` replaces the device. The
+    reference fixes the extractor's precision. Marks the end of start-up, see `resource_usage.end_startup`.
 
     Args:
         jobs: samples to evaluate.

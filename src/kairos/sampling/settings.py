@@ -227,9 +227,9 @@ class SamplingConfig(Section):
         """
         scale_field = "sampling.guidance_scale"
         if self.guidance_scale != 1:
-            demand(len(conditions) > 0, scale_field, "other than 1", "1 for a model without conditions")
-            if dropout == 0:
-                raise ConfigError(f"{scale_field}: other than 1 needs training.condition_dropout > 0")
+            demand(len(conditions) > 0, scale_field, self.guidance_scale, "1 for a model without conditions")
+            allowed = "1 for a model that is trained with training.condition_dropout 0"
+            demand(dropout > 0, scale_field, self.guidance_scale, allowed)
         else:
             for name in ("guidance_channels", "guidance_power", "guidance_interval"):
                 value = getattr(self, name)
