@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -392,7 +393,7 @@ def test_incompatible_reference_files_are_rejected(results, tmp_path, monkeypatc
 
 
 def test_a_full_disk_is_reported_with_the_file_of_the_features(monkeypatch):
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda: open("/dev/full", "w+b", buffering=0))
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", partial(open, "/dev/full", "w+b", buffering=0))
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         Spool().add(torch.zeros(4, 3))
 

@@ -167,7 +167,7 @@ def test_a_folder_does_not_replace_a_file(tmp_path):
 def test_an_error_reports_the_file_that_caused_it(tmp_path):
     path = tmp_path / "out.npz"
     with pytest.raises(OSError) as missing, files.atomic(path):
-        open("/missing/weights")
+        os.stat("/missing/weights")
     assert missing.value.filename == "/missing/weights"
     with pytest.raises(OSError) as full, files.atomic(path):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -175,3 +175,11 @@ def test_an_error_reports_the_file_that_caused_it(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system", file.name)
     assert full.value.filename == read_only.value.filename == str(path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["[]", '""', "0", '[["a", 1]]', "null"])
+def test_only_an_object_is_a_record(content, tmp_path):
+    (tmp_path / "record.json").write_text(content)
+    for read in (files.read_json, files.RecordReader("config").read):
+        with pytest.raises(files.DamagedError, match=r"record\.json: damaged: not JSON with fields"):
+            read(tmp_path / "record.json")

@@ -233,8 +233,10 @@ def _create_record(fields: Any, path: Path | str) -> dict[str, Any]:
     The message of the error contains `path`.
 
     Raises:
-        ValueError, TypeError: `fields` is no mapping.
+        TypeError: `fields` is no dictionary.
     """
+    if not isinstance(fields, dict):
+        raise TypeError(f"got {type(fields).__name__}, allowed: a dictionary")
     record = _Record(fields)
     record.path = path
     return record

@@ -8,6 +8,7 @@ The folder also contains ``lock``, held while the copy is made or deleted, and `
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -145,6 +146,8 @@ def mount(path: Path) -> tuple[str, list[str]]:
     mounts = {}
     for line in lines:
         _, mount_point, kind, options, *_ = line.split()
+        # the kernel writes blanks, tabs, line breaks and backslashes of a path as octal numbers, such as \040
+        mount_point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], base=8)), mount_point)
         mounts[mount_point] = (kind, options.split(","))
     path = path.resolve()
     for folder in (path, *path.parents):
