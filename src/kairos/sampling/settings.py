@@ -206,7 +206,7 @@ class SamplingConfig(Section):
             allowed = f"at most diffusion.process.timesteps = {timesteps}"
             demand(self.steps <= timesteps, "sampling.steps", self.steps, allowed)
         scheduler = resolve_solver(self.scheduler, process)
-        if timesteps is not None and getattr(scheduler, "offset", 0):
+        if timesteps is not None and getattr(scheduler, "offset", 0) > 0:
             got = f"1 with all {timesteps} timesteps as steps"
             demand(self.steps < timesteps, "sampling.scheduler.offset", got, "0")
         if scheduler.spacing == "karras":
