@@ -17,7 +17,7 @@ from kairos.cli import main
 from kairos.data.dataset import open_dataset
 from kairos.evaluation import evaluate, extractors
 from kairos.evaluation.external_reference import read_moments
-from kairos.evaluation.measurements import Spool
+from kairos.evaluation.measurements import FeatureBuffer
 from kairos.evaluation.settings import EXTRACTORS, METRICS, ExtractorOptions, MetricOptions
 from kairos.files import DamagedError
 from kairos.sampling.samples_file import open_samples, write_samples
@@ -395,7 +395,7 @@ def test_incompatible_reference_files_are_rejected(results, tmp_path, monkeypatc
 def test_a_full_disk_is_reported_with_the_file_of_the_features(monkeypatch):
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", partial(open, "/dev/full", "w+b", buffering=0))
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        Spool().add(torch.zeros(4, 3))
+        FeatureBuffer().add(torch.zeros(4, 3))
 
 
 def test_a_damaged_compressed_reference_is_reported(tmp_path):

@@ -59,8 +59,8 @@ class MomentSums:
         return (self._shift + shifted_mean).numpy(), covariance.numpy()
 
 
-class Spool:
-    """Vectors that are added in batches, in a temporary file; `rows` reads them once all are added."""
+class FeatureBuffer:
+    """On-disk buffer of feature vectors, filled batch by batch; `rows` reads them once all are added."""
 
     def __init__(self) -> None:
         self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115  (deleted with this object)
@@ -140,8 +140,8 @@ def measure(
     for name, measurement in GAUSSIAN_MEASUREMENTS.items():
         if name in needs:
             sums_by_layer[measurement.layer] = MomentSums()
-    # a spool per layer; the layers have the names of the measurements
-    spools = {name: Spool() for name in ("features", "logits") if name in needs}
+    # a buffer per layer; the layers have the names of the measurements
+    buffers = {name: FeatureBuffer() for name in ("features", "logits") if name in needs}
     count = 0  # images so far
     for batch in images:
         layers = extractor.compute_layers(batch)
@@ -150,10 +150,10 @@ def measure(
         stored_rows: Any = slice(None)  # all images of the batch
         if stored_indices is not None:
             stored_rows = np.isin(np.arange(count, count + len(batch)), stored_indices)
-        for layer, spool in spools.items():
-            spool.add(layers[layer][stored_rows])
+        for layer, buffer in buffers.items():
+            buffer.add(layers[layer][stored_rows])
         count += len(batch)
-    array_files = {layer: spool.rows() for layer, spool in spools.items()}
+    array_files = {layer: buffer.rows() for layer, buffer in buffers.items()}
     return ImageStatistics(
         count=count,
         gaussians={layer: sums.mean_and_covariance for layer, sums in sums_by_layer.items()},
