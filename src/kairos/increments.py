@@ -44,7 +44,7 @@ AreaNames = Shaped[np.ndarray, "increments"]
 
 @dataclass(frozen=True)
 class ProcessCoefficients:
-    """Coefficients of a process at times t (table 8): scale s, sigma², and their derivatives by t, float64 with the shape of t."""
+    """Coefficients of table 8 at times t: scale s, sigma², and their derivatives by t, float64 with the shape of t."""
 
     s: Values
     sigma2: Values
