@@ -133,7 +133,7 @@ def test_latent_diffusions_ddim_equals_diffusers():
         timestep_spacing="leading", clip_sample=False,
     )  # fmt: skip
     reference.set_timesteps(200)
-    x = grid[0].scale * grid[0].noise * z
+    x = grid[0].scale * grid[0].sigma * z
     for t in reference.timesteps:
         x = reference.step(predict(x, t.expand(8)), t, x).prev_sample
     print("difference", float((x0 - x).abs().max()))
@@ -149,8 +149,8 @@ def test_heun_uses_noise_levels_of_the_cosine_schedule():
     least, share = levels[0], np.linspace(0, 1, 50)
     expected = ((1 - share) * 80 ** (1 / 7) + share * least ** (1 / 7)) ** 7
     nearest = [levels[np.abs(levels - sigma).argmin()] for sigma in expected]
-    assert [point.noise for point in grid] == pytest.approx([*nearest, 0.0])
-    assert grid[0].noise < 81 < levels.max() and grid[-2].t == 0
+    assert [point.sigma for point in grid] == pytest.approx([*nearest, 0.0])
+    assert grid[0].sigma < 81 < levels.max() and grid[-2].t == 0
     assert scheduler.s_churn == 0 and SamplingConfig(scheduler="heun", steps=50).nfe == 99
 
 
@@ -180,7 +180,7 @@ def test_dpm_solver_solves_the_ode_of_a_gaussian(name):
         predict = lambda x, t: calls.append(t) or best(x, t)  # noqa: E731, B023
         scheduler = solver_settings(solver, {}, name)
         first = build_time_grid(process, steps, scheduler)[0]
-        deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
+        deviation = (first.sigma * z - first.alpha * MEAN) / math.hypot(first.alpha * STD, first.sigma)
         x0 = run(scheduler, process, steps, predict, noise=lambda k: z)
         assert len(calls) == steps
         errors[solver, steps] = float((x0 - MEAN - STD * deviation).abs().max())
@@ -209,7 +209,7 @@ def test_the_error_of_dpm_solver_is_nearly_of_second_order():
     for steps in (31, 61, 121):
         scheduler = solver_settings("dpm_solver", {"spacing": "karras"}, "vp")
         first = build_time_grid(process, steps, scheduler)[0]
-        deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
+        deviation = (first.sigma * z - first.alpha * MEAN) / math.hypot(first.alpha * STD, first.sigma)
         x0 = run(scheduler, process, steps, optimal_network(process), noise=lambda k: z)
         errors.append(float((x0 - MEAN - STD * deviation).abs().max()))
     print(errors)
@@ -234,9 +234,9 @@ def test_second_order_steps_equal_diffusers():
     )  # fmt: skip
     reference.set_timesteps(2)
     reference.timesteps = torch.tensor([point.t for point in points[:2]])
-    reference.sigmas = torch.tensor([point.noise for point in points], dtype=torch.float64)
+    reference.sigmas = torch.tensor([point.sigma for point in points], dtype=torch.float64)
     reference.order_list = [1, 2]
-    x = z * points[0].noise * points[0].scale
+    x = z * points[0].sigma * points[0].scale
     for t in reference.timesteps:
         x = reference.step(predict(x, t.expand(9)), t, x).prev_sample
     print("difference", float((result - x).abs().max()))

@@ -23,22 +23,22 @@ _BISECTIONS = 60  # halvings of an interval of length 2: below the spacing of fl
 
 
 class GridPoint(NamedTuple):
-    """A point of a solver's time grid: x = signal * x0 + noise * epsilon, and x_t = scale * x.
+    """A point of a solver's time grid: x = alpha * x0 + sigma * epsilon, and x_t = scale * x.
 
     Attributes:
         t: time in the unit of the process; None where the network is not evaluated.
-        signal: coefficient of x0 in the coordinates of the grid.
-        noise: coefficient of epsilon in the coordinates of the grid.
+        alpha: coefficient of x0 in the coordinates of the grid.
+        sigma: coefficient of epsilon in the coordinates of the grid.
         scale: factor from the coordinates of the grid to x_t.
     """
 
     t: Any
-    signal: float
-    noise: float
+    alpha: float
+    sigma: float
     scale: float
 
 
-IMAGE_POINT = GridPoint(t=None, signal=1.0, noise=0.0, scale=1.0)
+IMAGE_POINT = GridPoint(t=None, alpha=1.0, sigma=0.0, scale=1.0)
 
 
 def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> list[GridPoint]:
@@ -57,7 +57,7 @@ def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> lis
         return [*points, IMAGE_POINT]
     signal, noise = process.coefficients(np.array([0]))
     # latent diffusion takes x_t at the first timestep for the image, so x_t is not divided by the signal
-    first_timestep = GridPoint(t=0, signal=float(signal[0]), noise=float(noise[0]), scale=1.0)
+    first_timestep = GridPoint(t=0, alpha=float(signal[0]), sigma=float(noise[0]), scale=1.0)
     return [*points, first_timestep]
 
 
@@ -89,15 +89,15 @@ def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> TimeArr
 def grid_points_at(process: Any, times: TimeArray) -> list[GridPoint]:
     """Return the grid points at `times`, (n,): timesteps of a discrete process, times of a continuous one.
 
-    The coordinates are x_t for a flow (scale 1), and x_t over the signal coefficient for other processes (signal 1).
+    The coordinates are x_t for a flow (scale 1), and x_t over the signal coefficient for other processes (alpha 1).
     """
     signal, noise = process.coefficients(times)
     # a flow has signal + noise = 1 at all times, and its path is straight in x_t itself
     is_flow = np.isclose(signal + noise, 1)
     scale = np.where(is_flow, 1.0, signal)
-    grid_signal, grid_noise = signal / scale, noise / scale
+    alpha, sigma = signal / scale, noise / scale
     # `times` is no list: elements keep their dtype, which distinguishes timesteps (integers) from continuous times
-    return list(map(GridPoint, times, grid_signal.tolist(), grid_noise.tolist(), scale.tolist()))
+    return list(map(GridPoint, times, alpha.tolist(), sigma.tolist(), scale.tolist()))
 
 
 def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> Timesteps:
