@@ -14,13 +14,14 @@ import results_tree
 from kairos.analyses import tables
 from kairos.analyses.gradients import compute_gradient_moments
 from kairos.analyses.noise_levels import area_levels, even_levels, load_optimizer_state, log_snr_levels
-from kairos.analyses.settings import ANALYSES, SnapshotOptions
+from kairos.analyses.settings import ANALYSES, SnapshotOptions, analysed_snapshots, snapshot_table_path
 from kairos.cli import main
 from kairos.config import validate
 from kairos.milestones import open_milestone
 from kairos.models.backbone import Backbone
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.report.analysis_figures import write_analysis
+from kairos.training.state import TrainingState
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.randomness import Stream
@@ -209,6 +210,25 @@ def test_training_on_one_part_does_not_change_independent_parts(trained):
     assert measure(trained, "interdependence", 20).set_index(["trained", "part"]).equals(table)
 
 
+def test_interdependence_trains_without_warm_up_in_double_precision(tmp_path, monkeypatch):
+    optimizer = {"lr": 1e-3, "warmup_steps": 100}
+    analyses = [{"name": "interdependence", "steps": 2, "images": 4, "parts": 2}]
+    settings = {"training__precision": "fp64", "training__optimizer": optimizer, "training__milestones": [2]}
+    plain = experiment({"uniform": {}}, analyses=analyses, evaluation__metrics=["frechet"], **settings)
+    train(plain, "uniform", 0, tmp_path / "uniform/seed0", make_latents(tmp_path), [2])
+    learning_rates = []
+    learning_rate = TrainingState.learning_rate
+
+    def record_rate(training, step):
+        learning_rates.append(learning_rate(training, step))
+        return learning_rates[-1]
+
+    monkeypatch.setattr(TrainingState, "learning_rate", record_rate)
+    table = measure((tmp_path, plain), "interdependence", 2)
+    assert len(table) == 6 and (table["change"] != 0).all()
+    assert learning_rates and set(learning_rates) == {1e-3}
+
+
 @pytest.mark.long
 def test_agreement_uses_the_optimizer_state_of_the_last_snapshot(trained):
     folder, plain = trained
@@ -253,6 +273,20 @@ def test_the_table_of_an_analysis_requires_the_tables_of_all_snapshots(trained):
     (folder / "uniform/seed0/analyses/gradient_variance.0000020.csv").unlink()
     with pytest.raises(KairosError, match=r"0000020\.csv is missing; `kairos analyse --milestone`"):
         write_analysis(analysis, uniform, folder)
+
+
+def test_the_table_of_an_analysis_contains_method_names_as_text(tmp_path):
+    methods = {"10": {}, "NA": {"weighting": "min_snr"}, "1e3": {}}
+    config = validate(experiment(methods) | {"analyses": ["gradient_variance"]})
+    (analysis,) = config.analyses
+    for method, seed, step in analysed_snapshots(analysis, config):
+        rows = pd.DataFrame(
+            [{"method": method, "seed": seed, "step": step, "variance": value} for value in (0.5, None)]
+        )
+        tables.write_table(rows, tmp_path / snapshot_table_path(tmp_path, analysis.name, method, seed, step))
+    table = tables.build_table(analysis, config, tmp_path)
+    assert set(table.groupby("method").groups) == {*methods}
+    assert table["step"].dtype == int and table["variance"].count() == len(table) / 2
 
 
 DISCRETE = {"name": "discrete", "timesteps": 100}
@@ -359,11 +393,16 @@ ADAPTIVE = {"sampler": {"name": "adaptive"}, "grid": {"sampler.selected": [1, 3]
             "analyses: got relative_time, allowed: .*uniform",
         ),
         (["subset_size"], {}, "analyses: got subset_size, allowed: .*adaptive"),
+        (
+            [{"name": "interdependence", "parts": 100}],
+            {},
+            "analyses.interdependence.parts: got 100, allowed: at most diffusion.process.timesteps = 50",
+        ),
     ],
 )
 def test_an_analysis_that_does_not_fit_is_rejected(analyses, methods, message):
     with pytest.raises(ConfigError, match=message):
-        experiment(methods or {"uniform": {}}, analyses=analyses)
+        experiment(methods or {"uniform": {}}, analyses=analyses, diffusion__process__timesteps=50)
 
 
 def test_bad_arguments_of_analyse_are_rejected(tmp_path, capsys):

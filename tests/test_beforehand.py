@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -9,6 +10,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from kairos.cli import main
+from kairos.costs.network import NetworkCost
+from kairos.costs.preflight import _check_memory
+from kairos.costs.storage import estimate_memory
+from kairos_timesteps.errors import ConfigError
 
 
 def write_digits(folder: Path, sizes: list[tuple[int, int]]) -> Path:
@@ -78,6 +83,31 @@ def test_check_rejects_a_batch_that_exceeds_the_gpu_memory(check):
     assert check("check", "--gpu-memory", "2", resolution=16, training={**big, "device": "cpu"})[0] == 0
 
 
+def test_a_microbatch_is_advised_only_if_it_fits():
+    """The optimizer's copy of the gradients, 20 GiB here, is needed with any micro-batch."""
+    gib = 2**30
+    training = SimpleNamespace(batch_size=4, trainings_per_gpu=1)
+    for activation_gib, available, advice in (
+        (16, 121, None),  # 100 GiB of weights, gradients, moments and EMA, 20 of the copy, 1 of the context
+        (16, 120.9, "a smaller model"),
+        (40, 121, "training.microbatch: 2 keeps the batch"),
+        (40, 120.9, "a smaller model"),
+        (40, 131.5, "training.microbatch: 3 keeps the batch"),
+        (400, 122, "a smaller model"),
+    ):
+        network = NetworkCost(
+            parameters=5 * gib, fixed_parameters=0, saved_values=5 * gib, saved_tensors=1, bytes_per_value=4, samples=4,
+            forward_flops=1, backward_flops=1, bytes_moved=1, activation_bytes=activation_gib * gib,
+        )  # fmt: skip
+        memory = estimate_memory(network, processes=1)
+        estimate = SimpleNamespace(experiment=SimpleNamespace(training=training), network=network, memory=memory)
+        if advice is None:
+            _check_memory(estimate, available)
+        else:
+            with pytest.raises(ConfigError, match=f"training.batch_size: got 4: about .*, allowed: {advice}$"):
+                _check_memory(estimate, available)
+
+
 @pytest.mark.long
 def test_check_rejects_runtimes_above_the_limit_of_the_partition(check, tmp_path):
     profile = tmp_path / "profile"
@@ -103,6 +133,25 @@ def test_check_rejects_runtimes_above_the_limit_of_the_partition(check, tmp_path
     (profile / "profile.yaml").write_text("[")
     assert check("check", *arguments, resolution=16)[0] == 1
     assert "a folder that contains a profile.yaml" in check("check", "--profile", str(tmp_path), resolution=16)[1]
+
+
+def test_the_resources_of_a_profile_may_be_a_list(check, tmp_path):
+    profile = tmp_path / "profile"
+    profile.mkdir()
+    for entries, status in (
+        ("[train:runtime=60, train:mem_mb=100, sample:runtime=2000]", 2),
+        ("[train:runtime=2000, sample:runtime=60]", 0),
+        ("train:runtime=60", 2),
+        ("{train: {runtime: 60}}", 2),
+        ("{sample: {runtime: 60}}", 0),
+    ):
+        (profile / "profile.yaml").write_text(f"set-resources: {entries}\n")
+        # 1000 steps at 0.02 a second: 833 minutes
+        arguments = ("--profile", str(profile), "--steps-per-second", "0.02")
+        assert check("check", *arguments, resolution=16)[0] == status
+    (profile / "profile.yaml").write_text("set-resources: [train=60]\n")
+    status, output = check("check", "--profile", str(profile), resolution=16)
+    assert status == 1 and "set-resources: got 'train=60', allowed: RULE:RESOURCE=VALUE" in output
 
 
 def test_plan_counts_images_and_classes(check):

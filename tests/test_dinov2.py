@@ -84,3 +84,23 @@ def test_check_rejects_a_network_that_is_missing_and_cannot_be_downloaded(tmp_pa
     assert missing == offline == 2
     assert "the folder does not exist" in missing_output and "HF_HUB_OFFLINE is set" in offline_output
     assert hub == local == 0 and "will download facebook/dinov2-large" in hub_output
+
+
+def test_check_rejects_fewer_images_than_features(tmp_path, network, monkeypatch, capsys):
+    from kairos.cli import main
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "x.yaml"
+
+    def check(path, num_samples):
+        extractor = f"{{name: dinov2, path: {path}}}"
+        evaluation = f"{{extractor: {extractor}, num_samples: {num_samples}}}"
+        file.write_text(f"experiment: x\nmethods: {{u: {{}}}}\nevaluation: {evaluation}\n")
+        return main(["check", str(file)]), "".join(capsys.readouterr())
+
+    status, output = check("facebook/dinov2-large", 450)
+    assert status == 2 and "evaluation.num_samples: got 450 images a set, allowed: more than 1024" in output
+    assert check("facebook/dinov2-large", 1025)[0] == 0
+    status, output = check(network, 24)
+    assert status == 2 and "evaluation.num_samples: got 24 images a set, allowed: more than 24" in output
+    assert check(network, 25)[0] == check("someone/dinov2-tiny", 25)[0] == 0  # the width of the second is unknown

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kairos.evaluation import metrics, validation
-from kairos.evaluation.measurements import ImageStatistics, MomentSums, Spool, measure
+from kairos.evaluation.measurements import FeatureBuffer, ImageStatistics, MomentSums, measure
 from kairos.evaluation.metrics import Comparison, RealStatistics
 from kairos.evaluation.settings import (
     MEASUREMENTS,
@@ -31,11 +31,11 @@ def gaussian_features(mean, std, count=20_000, width=4, seed=0):
 
 def measure_features(features: torch.Tensor, size: int = 777) -> ImageStatistics:
     """Measure features in batches, as stage evaluate does."""
-    spool, moments = Spool(), MomentSums()
+    buffer, moments = FeatureBuffer(), MomentSums()
     for batch in features.split(size):
-        spool.add(batch)
+        buffer.add(batch)
         moments.add(batch)
-    return ImageStatistics(len(features), {"features": moments.mean_and_covariance}, spool.rows())
+    return ImageStatistics(len(features), {"features": moments.mean_and_covariance}, buffer.rows())
 
 
 def comparison_with(features: torch.Tensor, *names: str, metric: str = "frechet_x") -> Comparison:
@@ -92,10 +92,10 @@ def test_the_inception_score_equals_that_of_torch_fidelity():
     comparison = Comparison("fid", RealStatistics({}), (options,))
 
     def isc(logits):
-        spool = Spool()
+        buffer = FeatureBuffer()
         for batch in logits.split(997):
-            spool.add(batch)
-        return metrics.isc(options, ImageStatistics(len(logits), {}, logits=spool.rows()), comparison)["isc"]
+            buffer.add(batch)
+        return metrics.isc(options, ImageStatistics(len(logits), {}, logits=buffer.rows()), comparison)["isc"]
 
     logits = 3 * gaussian_features(0.0, 1.0, 50_000, 10).float()
     expected = isc_features_to_metric(logits, splits=10, shuffle=False)["inception_score_mean"]

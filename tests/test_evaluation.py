@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,6 +16,8 @@ import yaml
 from kairos.cli import main
 from kairos.data.dataset import open_dataset
 from kairos.evaluation import evaluate, extractors
+from kairos.evaluation.external_reference import read_moments
+from kairos.evaluation.measurements import FeatureBuffer
 from kairos.evaluation.settings import EXTRACTORS, METRICS, ExtractorOptions, MetricOptions
 from kairos.files import DamagedError
 from kairos.sampling.samples_file import open_samples, write_samples
@@ -386,6 +390,26 @@ def test_incompatible_reference_files_are_rejected(results, tmp_path, monkeypatc
     Path("x.npz").write_bytes(b"no zip")
     with pytest.raises(KairosError, match=r"x\.npz: cannot be read as npz"):
         evaluate.run([job], Path("x.npz"), results / "extractor")
+
+
+def test_a_full_disk_is_reported_with_the_file_of_the_features(monkeypatch):
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", partial(open, "/dev/full", "w+b", buffering=0))
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        FeatureBuffer().add(torch.zeros(4, 3))
+
+
+def test_a_damaged_compressed_reference_is_reported(tmp_path):
+    path = tmp_path / "real.npz"
+    np.savez_compressed(path, mu=np.zeros(8), sigma=np.random.default_rng(0).normal(size=(8, 8)))
+    content = bytearray(path.read_bytes())
+    for position in range(40, len(content) // 2):  # bytes of the compressed arrays and their headers
+        content[position] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(KairosError, match=r"^--reference: .*real\.npz: cannot be read as npz \(.+\)"):
+        read_moments(path, 8, {"moments"}, "--reference")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(KairosError, match=r"one\.npy: cannot be read as npz"):
+        read_moments(tmp_path / "one.npy", 8, {"moments"}, "--reference")
 
 
 def test_only_the_selected_metrics_are_computed(results, tmp_path):

@@ -159,6 +159,17 @@ def test_inception_weights_are_fetched_once_and_errors_report_their_path(
     assert main(["fetch", "--config", file]) == 1  # damaged, and the server has no file
 
 
+def test_the_date_in_the_name_of_configured_inception_weights_is_not_a_hash(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = folder / "inception-20240612.pth"
+    weights.write_bytes(CONTENT)
+    file = write_config(evaluation={"extractor": {"name": "inception", "path": str(weights)}})
+    assert main(["fetch", "--config", file]) == 0
+    assert f"Inception weights: {weights}" in capsys.readouterr().out
+    assert inception_weights.find_weights(str(weights)) == (weights, True)
+
+
 def test_a_download_is_complete_or_absent(server: str, folder: Path) -> None:
     for kind, name, message in (("short", NAME, "ended after"), ("other", NAME, "does not match the hash")):
         with pytest.raises(KairosError, match=message):

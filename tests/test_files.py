@@ -1,5 +1,6 @@
 """Folders and files are replaced atomically: a reader, or a kill at any moment, finds the old or the new version."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from kairos import files
 from kairos.files import atomic_folder, list_by_step
+from kairos_timesteps.errors import KairosError
 
 WRITER = """
 import sys
@@ -141,3 +143,43 @@ def test_without_an_exchange_a_failed_replacement_restores_the_old_folder(
     with pytest.raises(OSError, match="no luck"), atomic_folder(folder) as new:
         (new / "name").write_text("three")
     assert (folder / "name").read_text() == "two" and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_link_to_a_folder_stays_and_its_folder_is_replaced(tmp_path):
+    folder, link = tmp_path / "disk" / "folder", tmp_path / "link"
+    folder.mkdir(parents=True)
+    (folder / "name").write_text("old")
+    link.symlink_to(folder)
+    with atomic_folder(link) as new:
+        (new / "name").write_text("new")
+    assert link.is_symlink() and (folder / "name").read_text() == "new"
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link"] and os.listdir(folder.parent) == ["folder"]
+
+
+def test_a_folder_does_not_replace_a_file(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("content")
+    with pytest.raises(KairosError, match=f"{file}: a file is there; allowed: a folder"), atomic_folder(file):
+        pass
+    assert file.read_text() == "content" and list(tmp_path.iterdir()) == [file]
+
+
+def test_an_error_reports_the_file_that_caused_it(tmp_path):
+    path = tmp_path / "out.npz"
+    with pytest.raises(OSError) as missing, files.atomic(path):
+        os.stat("/missing/weights")
+    assert missing.value.filename == "/missing/weights"
+    with pytest.raises(OSError) as full, files.atomic(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError) as read_only, files.atomic(path) as file:
+        raise OSError(errno.EROFS, "Read-only file system", file.name)
+    assert full.value.filename == read_only.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["[]", '""', "0", '[["a", 1]]', "null"])
+def test_only_an_object_is_a_record(content, tmp_path):
+    (tmp_path / "record.json").write_text(content)
+    for read in (files.read_json, files.RecordReader("config").read):
+        with pytest.raises(files.DamagedError, match=r"record\.json: damaged: not JSON with fields"):
+            read(tmp_path / "record.json")

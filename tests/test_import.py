@@ -205,6 +205,20 @@ def test_missing_options_are_reported(more, message, tmp_path, capsys):
     assert status == 2 and message in capsys.readouterr().err and not out.exists()
 
 
+def test_latents_without_a_condition_of_the_model_are_reported(tmp_path, capsys):
+    """`--classes` is ignored with latents, so the message does not ask for it."""
+    torch.save(make_weights("dit"), tmp_path / "a.pt")
+    latents = make_latents(tmp_path / "data")
+    for folder in (latents, latents.parent / "dataset"):
+        write_json(folder / "manifest.json", {**read_json(folder / "manifest.json"), "conditions": {}})
+    for more in ((), ("--classes", 10)):
+        out, status = import_weights(tmp_path, tmp_path / "a.pt", MODELS["dit"], "--latents", latents, *more)
+        message = capsys.readouterr().err
+        assert status == 2 and not out.exists()
+        assert f"--latents: got {latents} with no conditions, allowed: latents with class" in message
+        assert "--classes: got none" not in message
+
+
 def test_start_weights_of_another_size_are_rejected(tmp_path):
     """A size mismatch is rejected before any job if the settings show it, else when training starts."""
     model_options = MODELS["dit"]

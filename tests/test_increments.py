@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from kairos.increments import AREAS, PROCESSES, increments, table_8
+from kairos.increments import AREAS, PROCESSES, increments, process_coefficients
 from kairos_timesteps.diffusion.schedule import SCHEDULES, linear_coefficients, make_schedule
 from kairos_timesteps.errors import ConfigError
 
@@ -76,7 +76,7 @@ def test_simulated_increments_have_the_computed_moments(process):
 def test_table_8_equals_numerical_derivatives(process):
     t, step = np.linspace(0.1, 0.9, 10), 1e-6
     beta_0, slope = 0.1, 19.9
-    result, later, earlier = (table_8(process, t + shift, beta_0, slope) for shift in (0, step, -step))
+    result, later, earlier = (process_coefficients(process, t + shift, beta_0, slope) for shift in (0, step, -step))
     sigma, s_dot = np.sqrt(result.sigma2), (later.s - earlier.s) / (2 * step)
     assert result.s_dot == pytest.approx(s_dot, rel=1e-6, abs=1e-9)
     assert result.sigma2_dot == pytest.approx((later.sigma2 - earlier.sigma2) / (2 * step), rel=1e-6)

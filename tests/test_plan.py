@@ -166,6 +166,23 @@ def test_a_new_sampler_defines_its_cost(monkeypatch: pytest.MonkeyPatch) -> None
     assert estimate["honest"].flops_per_step == pytest.approx(2 * estimate["uniform"].flops_per_step)
 
 
+def test_a_limit_reduces_the_configured_number_of_images() -> None:
+    folder = {
+        "dataset__source": "folder",
+        "dataset__path": "x",
+        "dataset__resolution": 32,
+        "dataset__images": 1_281_167,
+    }
+    for limit, heldout, counts in (
+        (10_000, 0.1, (10_000, 9_000)),
+        (2_000_000, 0.0, (1_281_167, 1_281_167)),
+        (10_000, "other", (None, 10_000)),
+    ):
+        plain = experiment(**folder, dataset__limit=limit, dataset__heldout=heldout)
+        data = estimate_cost(validate(plain), x0_shape=(3, 32, 32)).data
+        assert (data.image_count, data.train_count) == counts
+
+
 @pytest.mark.long
 def test_the_estimate_equals_files_and_rate_of_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Latents, checkpoints and snapshots have the estimated size; the measured time per step is the rate."""

@@ -85,6 +85,25 @@ def test_sampling_options_that_the_process_lacks_are_rejected():
         validate(values)
 
 
+@pytest.mark.parametrize(
+    ("process", "options", "message"),
+    [
+        ("edm", {"sigma_min": 200.0}, "sigma_min: got 200.0, allowed: less than 80, the largest"),
+        ("edm", {"sigma_max": 0.001}, "sigma_max: got 0.001, allowed: greater than 0.002, the smallest"),
+        ("vp", {"sigma_min": 200.0}, "sigma_min: got 200.0, allowed: less than"),
+        ("discrete", {"spacing": "karras", "sigma_min": 200.0}, "sigma_min: got 200.0, allowed: less than 157"),
+        ("discrete", {"spacing": "karras", "sigma_max": 0.001}, "sigma_max: got 0.001, allowed: greater than 0.01"),
+    ],
+)
+def test_noise_levels_outside_the_process_are_rejected(process, options, message):
+    values = {"experiment": "x", "methods": {"a": {}}, "diffusion": {"process": process}}
+    with pytest.raises(ConfigError, match=rf"sampling\.scheduler\.{message}"):
+        validate({**values, "sampling": {"steps": 5, "scheduler": {"name": "heun", **options}}})
+    # a range wider than the process's is narrowed
+    wide = {"name": "heun", "spacing": "karras", "sigma_min": 1e-4, "sigma_max": 1e4}
+    validate({**values, "sampling": {"steps": 5, "scheduler": wide}})
+
+
 # Timesteps
 
 
@@ -114,7 +133,7 @@ def test_latent_diffusions_ddim_equals_diffusers():
         timestep_spacing="leading", clip_sample=False,
     )  # fmt: skip
     reference.set_timesteps(200)
-    x = grid[0].scale * grid[0].noise * z
+    x = grid[0].scale * grid[0].sigma * z
     for t in reference.timesteps:
         x = reference.step(predict(x, t.expand(8)), t, x).prev_sample
     print("difference", float((x0 - x).abs().max()))
@@ -130,8 +149,8 @@ def test_heun_uses_noise_levels_of_the_cosine_schedule():
     least, share = levels[0], np.linspace(0, 1, 50)
     expected = ((1 - share) * 80 ** (1 / 7) + share * least ** (1 / 7)) ** 7
     nearest = [levels[np.abs(levels - sigma).argmin()] for sigma in expected]
-    assert [point.noise for point in grid] == pytest.approx([*nearest, 0.0])
-    assert grid[0].noise < 81 < levels.max() and grid[-2].t == 0
+    assert [point.sigma for point in grid] == pytest.approx([*nearest, 0.0])
+    assert grid[0].sigma < 81 < levels.max() and grid[-2].t == 0
     assert scheduler.s_churn == 0 and SamplingConfig(scheduler="heun", steps=50).nfe == 99
 
 
@@ -161,7 +180,7 @@ def test_dpm_solver_solves_the_ode_of_a_gaussian(name):
         predict = lambda x, t: calls.append(t) or best(x, t)  # noqa: E731, B023
         scheduler = solver_settings(solver, {}, name)
         first = build_time_grid(process, steps, scheduler)[0]
-        deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
+        deviation = (first.sigma * z - first.alpha * MEAN) / math.hypot(first.alpha * STD, first.sigma)
         x0 = run(scheduler, process, steps, predict, noise=lambda k: z)
         assert len(calls) == steps
         errors[solver, steps] = float((x0 - MEAN - STD * deviation).abs().max())
@@ -190,7 +209,7 @@ def test_the_error_of_dpm_solver_is_nearly_of_second_order():
     for steps in (31, 61, 121):
         scheduler = solver_settings("dpm_solver", {"spacing": "karras"}, "vp")
         first = build_time_grid(process, steps, scheduler)[0]
-        deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
+        deviation = (first.sigma * z - first.alpha * MEAN) / math.hypot(first.alpha * STD, first.sigma)
         x0 = run(scheduler, process, steps, optimal_network(process), noise=lambda k: z)
         errors.append(float((x0 - MEAN - STD * deviation).abs().max()))
     print(errors)
@@ -215,9 +234,9 @@ def test_second_order_steps_equal_diffusers():
     )  # fmt: skip
     reference.set_timesteps(2)
     reference.timesteps = torch.tensor([point.t for point in points[:2]])
-    reference.sigmas = torch.tensor([point.noise for point in points], dtype=torch.float64)
+    reference.sigmas = torch.tensor([point.sigma for point in points], dtype=torch.float64)
     reference.order_list = [1, 2]
-    x = z * points[0].noise * points[0].scale
+    x = z * points[0].sigma * points[0].scale
     for t in reference.timesteps:
         x = reference.step(predict(x, t.expand(9)), t, x).prev_sample
     print("difference", float((result - x).abs().max()))
@@ -303,6 +322,18 @@ def test_invalid_guidance_is_rejected(sampling, message):
     values = {"experiment": "x", "methods": {"a": {}}, "sampling": sampling, "training": {"condition_dropout": 0.1}}
     with pytest.raises(ConfigError, match=message):
         validate({**values, "model": {"name": "dit", "conditions": ["class"]}})
+
+
+def test_guidance_without_conditions_or_their_dropout_is_rejected_with_its_value():
+    for model, allowed in (
+        ({"name": "dit"}, "conditions"),
+        ({"name": "dit", "conditions": ["class"]}, "training.*t 0"),
+    ):
+        values = {"experiment": "x", "methods": {"a": {}}, "model": model, "sampling": {"guidance_scale": 2.5}}
+        with pytest.raises(
+            ConfigError, match=rf"sampling\.guidance_scale: got 2.5, allowed: 1 for a model .*{allowed}"
+        ):
+            validate(values)
 
 
 def test_the_workflow_passes_guidance_to_sampling_jobs(monkeypatch):

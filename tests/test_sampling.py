@@ -81,7 +81,7 @@ def test_the_error_falls_with_the_order_of_the_solver(name, spacing, least):
         for steps in (28, 56):
             scheduler = solver_settings(solver, {"spacing": spacing}, name)
             first = build_time_grid(process, steps, scheduler)[0]
-            deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
+            deviation = (first.sigma * z - first.alpha * MEAN) / math.hypot(first.alpha * STD, first.sigma)
             x0 = run(scheduler, process, steps, optimal_network(process), noise=lambda k: z)
             errors[solver, steps] = float((x0 - MEAN - STD * deviation).abs().max())
     euler, heun = (math.log2(errors[solver, 28] / errors[solver, 56]) for solver in ("euler", "heun"))
@@ -95,7 +95,7 @@ def test_karras_spacing_on_a_discrete_process_is_of_second_order():
     for steps in (20, 40):
         scheduler = solver_settings("heun", {"spacing": "karras", "sigma_max": 80.0})
         x0 = run(scheduler, process, steps, optimal_network(process), noise=lambda k: z)
-        sigma = build_time_grid(process, steps, scheduler)[0].noise
+        sigma = build_time_grid(process, steps, scheduler)[0].sigma
         assert 79 < sigma < 81
         errors.append(float((x0 - MEAN - STD * (sigma * z - MEAN) / math.hypot(STD, sigma)).abs().max()))
     assert math.log2(errors[0] / errors[1]) > 1.9
@@ -150,8 +150,8 @@ def test_the_time_grid_of_edm_is_the_published_one():
     published = [80, 57.586, 40.786, 28.375, 19.352, 12.910, 8.4009, 5.3152, 3.2568, 1.9233, 1.0882, 0.58535, 0.29644]
     published += [0.13952, 0.05995, 0.02293, 0.00753, 0.002]
     grid = build_time_grid(process_of("edm"), 18, solver_settings("heun", {}, "edm"))
-    assert [level.noise for level in grid] == pytest.approx([*published, 0], rel=4e-4)
-    assert [level.t for level in grid[:-1]] == pytest.approx([level.noise for level in grid[:-1]], rel=1e-12)
+    assert [level.sigma for level in grid] == pytest.approx([*published, 0], rel=4e-4)
+    assert [level.t for level in grid[:-1]] == pytest.approx([level.sigma for level in grid[:-1]], rel=1e-12)
 
 
 @pytest.mark.parametrize("process_name", PROCESSES)
@@ -184,7 +184,7 @@ def step_deviation(variance, process, z):
     schedule, t = process.schedule, 400
     scheduler = solver_settings("ddpm", {"variance": variance})
     steps = [level for level in build_time_grid(process, 1000, scheduler) if level.t in (t, t - 1)]
-    first = 0.8 / (steps[0].scale * steps[0].noise)
+    first = 0.8 / (steps[0].scale * steps[0].sigma)
     estimate = generate.DataPrediction(
         process, lambda x, t: network_inputs.append(x) or torch.full_like(x, -0.3), False
     )
@@ -259,7 +259,7 @@ def test_equals_diffusers_on_the_respaced_process(monkeypatch, name, options, sp
         scheduler = diffusers_ddim.DDIMScheduler(**shared, set_alpha_to_one=True)
         step = {"eta": options.get("eta", 0.0), "use_clipped_model_output": options.get("clip", False)}
     scheduler.set_timesteps(61)
-    start = visited[0].scale * visited[0].noise * NOISE[0]
+    start = visited[0].scale * visited[0].sigma * NOISE[0]
     expected = sample_with_diffusers(scheduler, predict, [level.t for level in visited], start, **step)
     print("difference", name, options, spacing, float((x0 - expected).abs().max()))
     torch.testing.assert_close(x0, expected, atol=2e-4, rtol=0)
@@ -276,7 +276,7 @@ def test_equals_diffusers_where_steps_divide_timesteps(spacing):
     scheduler.set_timesteps(25)
     timesteps = scheduler.timesteps.tolist()
     assert [level.t for level in visited] == timesteps
-    start = visited[0].scale * visited[0].noise * NOISE[0]
+    start = visited[0].scale * visited[0].sigma * NOISE[0]
     torch.testing.assert_close(x0, sample_with_diffusers(scheduler, predict, timesteps, start), atol=2e-4, rtol=0)
 
 
@@ -293,7 +293,7 @@ def test_equals_diffusers_euler_and_heun_on_a_discrete_process(solver):
     scheduler.set_timesteps(28)
     timesteps = scheduler.timesteps.long().tolist()
     assert sorted(set(timesteps)) == sorted(level.t for level in visited)
-    expected = sample_with_diffusers(scheduler, predict, timesteps, visited[0].noise * NOISE[0])
+    expected = sample_with_diffusers(scheduler, predict, timesteps, visited[0].sigma * NOISE[0])
     print("difference", solver, float((x0 - expected).abs().max()))
     torch.testing.assert_close(x0, expected.double(), atol=1e-4, rtol=0)
 
@@ -307,7 +307,7 @@ def test_equals_diffusers_edm_euler():
     x0, visited = sample_with_kairos("euler", {}, "edm", 18, predict)
     scheduler = EDMEulerScheduler()
     scheduler.set_timesteps(18)
-    c_noise = [math.log(level.noise) / 4 for level in visited]
+    c_noise = [math.log(level.sigma) / 4 for level in visited]
     expected = sample_with_diffusers(scheduler, network, c_noise, 80 * NOISE[0], list(scheduler.timesteps))
     print("difference edm", float((x0 - expected).abs().max()))
     torch.testing.assert_close(x0, expected.double(), atol=1e-4, rtol=0)
@@ -471,3 +471,48 @@ def test_sampling_without_a_milestone_or_with_two_outputs_is_rejected(tmp_path, 
     assert main([*arguments, "--out", str(tmp_path / "y.npz")]) == 2
     assert "--out" in capsys.readouterr().err
     assert not (tmp_path / "x.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch-size", "0"], "--batch-size: got 0, allowed: greater than or equal to 1"),
+        (["--grid-images", "401"], "--grid-images: got 401, allowed: less than or equal to 400"),
+        (["--guidance-scale", "-1"], "--guidance-scale: got -1.0, allowed: greater than or equal to 0"),
+        (
+            ["--scheduler", "{name: ddim, eta: 2}"],
+            "--scheduler: scheduler.eta: got 2, allowed: less than or equal to 1",
+        ),
+    ],
+)
+def test_an_invalid_option_of_sample_is_reported_with_its_name(options, message, capsys):
+    from kairos.cli import main
+
+    assert main(["sample", "--milestone", "m", "--out", "x.npz", "--num", "4", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_option_device_replaces_the_device_of_the_training_run(tmp_path, monkeypatch, capsys):
+    from kairos.cli import main
+    from kairos.evaluation import evaluate
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    record = {"config": {"training": {"threads": 1, "device": "cuda", "deterministic": True}}}
+    with pytest.raises(KairosError, match=r"training\.device of the snapshot \(--device replaces it\): got 'cuda'"):
+        sample.set_up_device(record)
+    assert sample.set_up_device(record, "auto") == sample.set_up_device(record, "cpu") == torch.device("cpu")
+    with pytest.raises(KairosError, match=r"^--device: got 'cuda:1', but no usable GPU is here"):
+        sample.set_up_device(record, "cuda:1")
+
+    # the commands pass the option
+    devices = []
+    monkeypatch.setattr(sample, "run", lambda jobs, request: devices.append(request.device))
+    monkeypatch.setattr(evaluate, "run", lambda jobs, reference, **options: devices.append(options["device"]))
+    for arguments in (
+        ["sample", "--milestone", "m", "--out", "x.npz", "--num", "4"],
+        ["evaluate", "--samples", "x.npz", "--out", "x.json", "--reference", "r"],
+    ):
+        assert main([*arguments, "--device", "cuda:1"]) == main(arguments) == 0
+        assert main([*arguments, "--device", "tpu"]) == 2
+        assert "--device: got 'tpu', allowed: auto, cpu, cuda, cuda:N" in capsys.readouterr().err
+    assert devices == ["cuda:1", None] * 2

@@ -5,13 +5,14 @@ import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kairos.data.latents import open_latents
 from kairos.files import DamagedError, hash_folder, read_json, write_json
-from kairos.staging import staged
+from kairos.staging import mount, staged
 from training_case import make_latents
 
 
@@ -167,3 +168,18 @@ def test_the_next_job_to_end_deletes_the_copy_of_a_killed_job(latents, local):
     with staged(latents):
         assert len(list(local.rglob("mean.npy"))) == 2
     assert not list(local.rglob("*.npy"))
+
+
+def test_the_file_system_of_a_mount_point_with_blanks_is_found(tmp_path, monkeypatch):
+    folder = tmp_path / "two words\\and a backslash"
+    folder.mkdir()
+    escaped = str(folder).replace("\\", "\\134").replace(" ", "\\040")
+    lines = f"disk / ext4 rw 0 0\nserver:/data {escaped} nfs4 rw,nolock 0 0\n"
+    read_text = Path.read_text
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda path, **options: lines if str(path) == "/proc/mounts" else read_text(path, **options),
+    )
+    assert mount(folder) == ("nfs4", ["rw", "nolock"])
+    assert mount(tmp_path) == ("ext4", ["rw"])

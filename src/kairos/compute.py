@@ -12,7 +12,12 @@ from kairos_timesteps.errors import KairosError
 
 
 def setup(
-    threads: int, device: str, deterministic: bool | str = True, local_rank: int | None = None, precision: str = "fp32"
+    threads: int,
+    device: str,
+    deterministic: bool | str = True,
+    local_rank: int | None = None,
+    precision: str = "fp32",
+    device_field: str = "training.device",
 ) -> torch.device:
     """Set the number of threads and deterministic algorithms, and return the selected device.
 
@@ -29,6 +34,7 @@ def setup(
             no effect. None: a single process.
         precision: ``tf32`` allows TF32 in matrix products and convolutions on a GPU; any other value forbids it. The
             caller also uses the context `precision` for ``bf16``.
+        device_field: field or option that sets `device`, for the error message.
 
     Raises:
         KairosError: a GPU is configured or was allocated to the SLURM job, and none is usable. It is also raised if the
@@ -37,7 +43,7 @@ def setup(
     torch.set_num_threads(threads)
     if deterministic == "portable":
         portable.setup()
-    selected = _select_device(device)
+    selected = _select_device(device, device_field)
     if selected.type == "cuda" and local_rank is not None:
         selected = _select_gpu_of_rank(local_rank)
     if selected.type == "cuda":
@@ -54,10 +60,11 @@ def setup(
     return selected
 
 
-def _select_device(device: str) -> torch.device:
+def _select_device(device: str, device_field: str) -> torch.device:
     """Return the configured device; for ``auto`` torch's current GPU if one is usable, otherwise the CPU.
 
-    Every value other than ``cpu`` and ``auto`` is treated as a configured GPU.
+    Every value other than ``cpu`` and ``auto`` is treated as a configured GPU. The error message begins with
+    `device_field`.
 
     Raises:
         KairosError: a GPU is configured, or `device` is ``auto`` and GPUs were allocated to the SLURM job; and none is
@@ -70,7 +77,7 @@ def _select_device(device: str) -> torch.device:
     if (is_gpu_configured or is_gpu_allocated) and not has_usable_gpu:
         where = f" in a SLURM job that was given GPUs ({slurm_variable})" if slurm_variable else ""
         allowed = "cpu" if slurm_variable else "cpu or auto"
-        raise KairosError(f"training.device: got {device!r}{where}, but no usable GPU is here; allowed here: {allowed}")
+        raise KairosError(f"{device_field}: got {device!r}{where}, but no usable GPU is here; allowed here: {allowed}")
     if device == "auto":
         return torch.device("cuda" if has_usable_gpu else "cpu")
     return torch.device(device)

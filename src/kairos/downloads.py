@@ -304,14 +304,18 @@ def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
 def _inception(configured: str | None) -> Requirement:
     """Return the requirement of the Inception weights at the path `configured`, or at the default path if it is None.
 
-    Only weights at the default path can be downloaded. A file with another hash than the one in its name is treated as
-    missing; a name without a hash matches every file.
+    Only weights at the default path can be downloaded, and only their name contains a hash: a file there with another
+    hash is treated as missing. The name of a configured file is not checked, as in `inception_weights.find_weights`,
+    since its digits may be a date.
     """
     path = Path(configured) if configured else inception_weights.default_path()
     advice = f"put the file from {inception_weights.URL} there: {path}"
 
     def find() -> str | None:
-        return str(path) if path.is_file() and inception_weights.matches_hash_in_name(path) else None
+        if not path.is_file():
+            return None
+        is_accepted = bool(configured) or inception_weights.matches_hash_in_name(path)
+        return str(path) if is_accepted else None
 
     def download() -> None:
         inception_weights.download(inception_weights.URL, path)

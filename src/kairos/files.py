@@ -62,7 +62,8 @@ def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
 
     Raises:
         KairosError: a folder or a device is at the path.
-        OSError: the file cannot be written, or the context raised an OSError; its `filename` is set to `path`.
+        OSError: the file cannot be written, or the context raised an OSError. Its `filename` is `path`, unless another
+            file caused an error in the context.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -70,18 +71,34 @@ def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
     temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_to_disk(path.parent)
     except OSError as error:
-        error.filename = str(path)  # it is missing if the disk is full, and else the temporary path
+        error.filename = str(path)  # the folder that cannot be created may be several levels above
         raise
+    try:
+        with set_missing_filename(path, temporary):
+            with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_to_disk(path.parent)
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+@contextmanager
+def set_missing_filename(path: Path | str, temporary: Path | None = None) -> Iterator[None]:
+    """Set `filename` of an OSError of the block to `path` if it is missing, as on a full disk, and raise the error.
+
+    `path` also replaces the path of the temporary file of `path`, if one is passed. Other paths are kept.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.filename == str(temporary):
+            error.filename = str(path)
+        raise
 
 
 def list_names(folder: Path) -> list[str]:
@@ -216,8 +233,10 @@ def _create_record(fields: Any, path: Path | str) -> dict[str, Any]:
     The message of the error contains `path`.
 
     Raises:
-        ValueError, TypeError: `fields` is no mapping.
+        TypeError: `fields` is no dictionary.
     """
+    if not isinstance(fields, dict):
+        raise TypeError(f"got {type(fields).__name__}, allowed: a dictionary")
     record = _Record(fields)
     record.path = path
     return record
@@ -283,13 +302,16 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
 
     An old folder at `path` is replaced and deleted. If the context raises an error, the old folder is unchanged and the
     temporary folder is deleted. Folders above the path are created. The files are flushed to the disk before the folder
-    appears.
+    appears. A link to a folder at `path` stays, and its folder is replaced.
 
     Raises:
+        KairosError: a file is at the path.
         OSError: the folder cannot be written or replaced. If only the deletion of the old folder fails, the error is
             raised although the new folder is at `path` already.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # an exchange with a link would replace the link
+    if path.exists() and not path.is_dir():
+        raise KairosError(f"{path}: a file is there; allowed: a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     new_folder = path.parent / f".tmp-{uuid.uuid4().hex}"
     new_folder.mkdir()

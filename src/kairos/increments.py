@@ -43,8 +43,8 @@ AreaNames = Shaped[np.ndarray, "increments"]
 
 
 @dataclass(frozen=True)
-class Ingredients:
-    """Quantities of table 8 at times t: scale s, sigma², and their derivatives by t, float64 with the shape of t."""
+class ProcessCoefficients:
+    """Coefficients of table 8 at times t: scale s, sigma², and their derivatives by t, float64 with the shape of t."""
 
     s: Values
     sigma2: Values
@@ -57,7 +57,7 @@ class Ingredients:
         return derivative
 
 
-def table_8(process: str, t: Values, beta_0: float = 0.0, slope: float = 0.0) -> Ingredients:
+def process_coefficients(process: str, t: Values, beta_0: float = 0.0, slope: float = 0.0) -> ProcessCoefficients:
     """Return scale s, sigma² and their derivatives by t, the quantities of table 8, for a process at times t.
 
     Args:
@@ -76,13 +76,13 @@ def table_8(process: str, t: Values, beta_0: float = 0.0, slope: float = 0.0) ->
         exponent = slope * t**2 / 2 + beta_0 * t  # integral of beta from 0 to t
         s = np.exp(-exponent / 2)
         sigma2 = np.expm1(exponent)
-        return Ingredients(s, sigma2, -beta * s / 2, (1 + sigma2) * beta)
+        return ProcessCoefficients(s, sigma2, -beta * s / 2, (1 + sigma2) * beta)
     if process == "ve":
-        return Ingredients(ones, t, zeros, ones)
+        return ProcessCoefficients(ones, t, zeros, ones)
     if process == "edm":
-        return Ingredients(ones, t**2, zeros, 2 * t)
+        return ProcessCoefficients(ones, t**2, zeros, 2 * t)
     if process == "flow":
-        return Ingredients(1 - t, (t / (1 - t)) ** 2, -ones, 2 * t / (1 - t) ** 3)
+        return ProcessCoefficients(1 - t, (t / (1 - t)) ** 2, -ones, 2 * t / (1 - t) ** 3)
     raise ConfigError(f"process: got {process!r}, allowed: {', '.join(PROCESSES)}")
 
 
@@ -240,7 +240,7 @@ def _continuous_levels(process: str, timesteps: int, r: float) -> _Levels:
     else:
         raise ConfigError(f"process: got {process!r}, allowed: {', '.join(PROCESSES)}")
     t = np.concatenate([[0.0], t])
-    form = table_8(process, t)
+    form = process_coefficients(process, t)
     largest_drop_of_s = np.abs(np.diff(form.s)).max()  # s never rises
     return _Levels(
         t=t,
@@ -266,7 +266,7 @@ def _levels_of_schedule(schedule: NoiseSchedule, r: float) -> _Levels:
     alphas_cumprod = np.concatenate([[1.0], schedule.alphas_cumprod])
     if schedule.name == "linear" and schedule.betas[-1] < 0.999:  # the limit at which `make_schedule` clips
         delta, beta_0 = linear_coefficients(schedule)
-        form = table_8("vp", t, beta_0, delta / schedule.timesteps)
+        form = process_coefficients("vp", t, beta_0, delta / schedule.timesteps)
         decay = form.s**2  # alpha-bar in continuous form
         change = form.variance_dot()
         convergence = tau_of_magnitude(r, schedule)

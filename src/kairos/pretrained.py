@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from kairos.files import read_json
 from kairos_timesteps.errors import ConfigError, KairosError
 
 
@@ -79,3 +81,20 @@ def is_available(path: str, file: str = "config.json") -> bool:
 
     cached = try_to_load_from_cache(path, file)  # the path; or None, or a mark that the hub has no such file
     return isinstance(cached, str)
+
+
+def read_network_config(path: str) -> dict[str, Any]:
+    """Return the content of a network's config.json; empty if the file is absent. Nothing is downloaded.
+
+    `path` is a local folder, or the name ``owner/model`` of a network in the local cache of the hub.
+
+    Raises:
+        DamagedError: the file does not contain an object in JSON.
+    """
+    file: Any = Path(path) / "config.json"
+    is_hub_name = not Path(path).is_dir() and path.count("/") == 1  # owner/model
+    if is_hub_name:
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(path, "config.json")  # a path, None, or a marker for "known to be absent"
+    return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else {}

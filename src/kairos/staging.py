@@ -8,6 +8,7 @@ The folder also contains ``lock``, held while the copy is made or deleted, and `
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -55,28 +56,28 @@ def staged(latents: Path) -> Iterator[Path]:
     # make the copy, or determine the reason for reading the original
     local = _local_folder()
     user_folder = local / f"kairos-{os.getuid()}"
-    home = user_folder / sha256_json([manifest, dataset_manifest])[:16]  # folder of the copy and its locks
+    copy_folder = user_folder / sha256_json([manifest, dataset_manifest])[:16]  # folder of the copy and its locks
     with ExitStack() as at_end:
         reason = None  # reason for reading the original; None: read the copy
         try:
             user_folder.mkdir(mode=0o700, exist_ok=True)
             if user_folder.stat().st_uid != os.getuid():
                 reason = "it belongs to another user"
-            elif not _is_complete(home, copied):  # a complete copy takes no further space
+            elif not _is_complete(copy_folder, copied):  # a complete copy takes no further space
                 reason = _reason_not_to_copy(local, latents, size)
             if reason is None:
-                home.mkdir(exist_ok=True)
+                copy_folder.mkdir(exist_ok=True)
                 # At the end of the context these run in reverse order: `used` is closed, and then the copy is deleted
                 # if no other process reads it.
-                at_end.callback(_remove_unused, user_folder, home)
-                used = at_end.enter_context(open(home / "used", "w"))
-                _copy(home, used, copied)
+                at_end.callback(_remove_unused, user_folder, copy_folder)
+                used = at_end.enter_context(open(copy_folder / "used", "w"))
+                _copy(copy_folder, used, copied)
         except OSError as error:
             reason = str(error.strerror)
 
         if reason is None:
-            log(f"data are read from {home}")
-            yield home / "copy" / "latents"
+            log(f"data are read from {copy_folder}")
+            yield copy_folder / "copy" / "latents"
         else:
             log(f"data are read from {latents}, not from {user_folder}: {reason}")
             yield latents
@@ -145,6 +146,8 @@ def mount(path: Path) -> tuple[str, list[str]]:
     mounts = {}
     for line in lines:
         _, mount_point, kind, options, *_ = line.split()
+        # the kernel writes blanks, tabs, line breaks and backslashes of a path as octal numbers, such as \040
+        mount_point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], base=8)), mount_point)
         mounts[mount_point] = (kind, options.split(","))
     path = path.resolve()
     for folder in (path, *path.parents):
@@ -159,40 +162,40 @@ def _remove_unused(user_folder: Path, current: Path) -> None:
     `current` is the folder of this job's copy. Copies that are in use or cannot be deleted stay, without an error. The
     folders of deleted copies stay, with their files ``lock`` and ``used``.
     """
-    for home in user_folder.iterdir():
-        with suppress(OSError), open(home / "lock", "w") as lock, open(home / "used", "w") as used:
+    for copy_folder in user_folder.iterdir():
+        with suppress(OSError), open(copy_folder / "lock", "w") as lock, open(copy_folder / "used", "w") as used:
             # Another process may hold the lock of the current copy for a moment, so this process waits for it. In all
             # other cases a lock of another process raises an OSError, and the copy is skipped.
-            lock_options = fcntl.LOCK_EX if home == current else fcntl.LOCK_EX | fcntl.LOCK_NB
+            lock_options = fcntl.LOCK_EX if copy_folder == current else fcntl.LOCK_EX | fcntl.LOCK_NB
             fcntl.flock(lock, lock_options)
             fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _clear(home)
+            _clear(copy_folder)
 
 
-def _clear(home: Path) -> None:
-    """Delete the copy in folder `home`, complete or not, and what jobs left that were killed while copying."""
-    for leftover in (*home.glob(".tmp-*"), *home.glob("copy")):
+def _clear(copy_folder: Path) -> None:
+    """Delete the copy in folder `copy_folder`, complete or not, and what jobs left that were killed while copying."""
+    for leftover in (*copy_folder.glob(".tmp-*"), *copy_folder.glob("copy")):
         shutil.rmtree(leftover)
 
 
-def _copy(home: Path, used: IO[str], copied: Copied) -> None:
-    """Copy files to folder ``copy`` in `home`, unless a complete copy is there; replace an incomplete one.
+def _copy(copy_folder: Path, used: IO[str], copied: Copied) -> None:
+    """Copy files to folder ``copy`` in `copy_folder`, unless a complete copy is there; replace an incomplete one.
 
     If another process copies the files, wait for it. Further files of the original folders are linked. The function
-    locks the open file ``used`` of `home`: no process deletes the copy until `used` is closed. The copied manifest of
-    the latents contains the paths of the other folders in the copy.
+    locks the open file ``used`` of `copy_folder`: no process deletes the copy until `used` is closed. The copied
+    manifest of the latents contains the paths of the other folders in the copy.
 
     Raises:
         DamagedError: an original file does not match its record.
         OSError: a file cannot be read or written.
     """
-    with open(home / "lock", "w") as lock:
+    with open(copy_folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process that makes or deletes the copy
         fcntl.flock(used, fcntl.LOCK_SH)  # until `used` is closed; taken while `lock` keeps `_remove_unused` out
-        if _is_complete(home, copied):
+        if _is_complete(copy_folder, copied):
             return
-        _clear(home)
-        with atomic_folder(home / "copy") as folder:
+        _clear(copy_folder)
+        with atomic_folder(copy_folder / "copy") as folder:
             for name, (source, files) in copied.items():
                 for file in sorted(path for path in source.rglob("*") if path.is_file()):
                     relative = file.relative_to(source).as_posix()
@@ -203,13 +206,13 @@ def _copy(home: Path, used: IO[str], copied: Copied) -> None:
             write_json(manifest, {**read_json(manifest), **relative_paths})
 
 
-def _is_complete(home: Path, copied: Copied) -> bool:
-    """Return True if all copied files are in `home` with the size of the original, and each folder has its record.
+def _is_complete(copy_folder: Path, copied: Copied) -> bool:
+    """Return True if all copied files are in `copy_folder` with their original size, and each folder has its record.
 
     Linked files are not checked, and contents are not compared.
     """
     # a copy may lose files: many machines delete old files of /tmp and leave the folders
-    copy = home / "copy"
+    copy = copy_folder / "copy"
     try:
         for name, (source, files) in copied.items():
             for file in files:

@@ -112,7 +112,7 @@ class Network:
     def complete(self, predict: Predictor, x: Tensor, grid: Sequence[GridPoint]) -> Tensor:
         """Solve by DDIM from x, at the first point of the grid, to x0; `predict` replaces the network's output."""
         predict_x0 = DataPrediction(self.process, predict, self.options.clip)
-        start = x / grid[0].noise  # the solver multiplies its first noise by the level
+        start = x / grid[0].sigma  # the solver multiplies its first noise by the level
         parts = [
             self.options.build(self.process, list(grid), predict_x0, lambda k, part=part: part)
             for part in start.split(BATCH)
@@ -122,7 +122,7 @@ class Network:
 
 def log_snr(point: GridPoint) -> float:
     """Return the ln SNR of a grid point; the last point, which has no noise, is not allowed."""
-    return 2 * (np.log(point.signal) - np.log(point.noise))
+    return 2 * (np.log(point.alpha) - np.log(point.sigma))
 
 
 def level_of(value: float) -> int:
@@ -173,18 +173,18 @@ def measure_seed(setting: Setting, seed: int, baseline: str, other: str) -> list
         for level, error in enumerate(measure_errors(network, heldout)):
             add("error", name, level, error)
         grid = network.grid
-        generated[name] = setting.distance(network.complete(network.predict, start * grid[0].noise, grid))
+        generated[name] = setting.distance(network.complete(network.predict, start * grid[0].sigma, grid))
         add("distance", name, -1, generated[name])
         add("floor", name, -1, setting.distance(heldout) / generated[name])
         first_points = {level_of(log_snr(point)): k for k, point in reversed(list(enumerate(grid[:-1])))}
         for level, k in sorted(first_points.items()):
-            x = grid[k].signal * heldout.double() + grid[k].noise * start
+            x = grid[k].alpha * heldout.double() + grid[k].sigma * start
             completed = network.complete(network.predict, x, grid[k:])
             add("completed", name, level, setting.distance(completed) / generated[name])
     reference = networks[baseline]
     for level in sorted({level_of(log_snr(point)) for point in reference.grid[:-1]}):
         mixed = exchange(reference, networks[other], level)
-        x0 = reference.complete(mixed, start * reference.grid[0].noise, reference.grid)
+        x0 = reference.complete(mixed, start * reference.grid[0].sigma, reference.grid)
         add("exchanged", other, level, setting.distance(x0) / generated[baseline])
     return rows
 

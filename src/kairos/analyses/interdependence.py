@@ -1,5 +1,6 @@
 """Interdependence of parts of the process: the effect of training on one part on the loss of all parts."""
 
+import copy
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,13 +22,15 @@ from kairos.training.settings import read_run_settings
 from kairos.training.state import TrainingState
 from kairos_timesteps.validation import spread_over
 
-# settings that replace the snapshot's for a short training: its learning rate does not depend on the step
+# settings that replace the snapshot's for a short training
 _TRAINING_SETTINGS: dict[str, Any] = {
     "start_from": None,
     "probes": [],
     "compile": False,
     "schedule": {"name": "constant"},
 }
+# options of the snapshot's optimizer that are replaced: without warm-up the learning rate does not depend on the step
+_OPTIMIZER_OPTIONS: dict[str, Any] = {"warmup_steps": 0}
 
 
 def measure_interdependence(
@@ -73,6 +76,9 @@ def measure_interdependence(
         return [fixed_loss.errors(network, part, u, of="prediction") for part, u in enumerate(image_fractions)]
 
     # train on each part, and measure all parts
+    # A trained network may be in double precision. Its weights are therefore measured in a copy of the snapshot's
+    # network.
+    measured_network = copy.deepcopy(snapshot.model)
     losses_before = compute_losses(snapshot.model)
     rows = []
     trained_parts = [*enumerate(parts), ("all", (0, cell_count))]
@@ -81,7 +87,8 @@ def measure_interdependence(
         # up to this step, counted from the start of the snapshot's run
         for _ in train_steps(training, snapshot.record["step"] + options.steps):
             pass  # the generator trains; its metrics are not needed
-        losses_after = compute_losses(training.model)
+        measured_network.load_weights(training.model.weights())
+        losses_after = compute_losses(measured_network)
         for columns in _compare_losses(losses_before, losses_after, parts, cell_count):
             rows.append({"trained": trained_part, **columns})
     return rows
@@ -98,13 +105,14 @@ def _prepare_training(
     """Prepare a training run that continues from a snapshot, with times uniform from cell `start` to before cell `end`.
 
     The run begins at the snapshot's step, with its raw weights. The sampler of its method is replaced, and so are the
-    settings of `_TRAINING_SETTINGS`. The snapshot's network is not changed. The optimizer is new if `optimizer_state`
-    is None.
+    settings of `_TRAINING_SETTINGS` and `_OPTIMIZER_OPTIONS`. The snapshot's network is not changed. The optimizer is
+    new if `optimizer_state` is None.
     """
     record = snapshot.record
     sampler = {"name": "uniform", "start": start, "end": end}
     method = snapshot.config["methods"][record["method"]] | {"sampler": sampler}
-    settings = snapshot.config["training"] | _TRAINING_SETTINGS
+    optimizer = snapshot.config["training"]["optimizer"] | _OPTIMIZER_OPTIONS
+    settings = snapshot.config["training"] | _TRAINING_SETTINGS | {"optimizer": optimizer}
     config = snapshot.config | {"methods": {record["method"]: method}, "training": settings}
     run = read_run_settings(config, record["method"], record["seed"])
     training = TrainingState(run, latents, device)

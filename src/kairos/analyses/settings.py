@@ -163,7 +163,7 @@ def check_analyses(experiment: Any) -> None:
 
     * relative_time and subset_size need a baseline, see `Experiment.baseline`.
     * subset_size needs adaptive methods with several subset sizes.
-    * interdependence needs held-out images.
+    * interdependence needs held-out images, and at least one timestep of a discrete process for each part.
     * Analyses of snapshots need methods and steps that the experiment contains.
 
     Raises:
@@ -192,6 +192,11 @@ def check_analyses(experiment: Any) -> None:
         if isinstance(analysis, SnapshotOptions):
             _check_selection(f"analyses.{name}.methods", analysis.methods, list(experiment.methods))
             _check_selection(f"analyses.{name}.milestones", analysis.milestones, list(experiment.milestones))
+        if isinstance(analysis, InterdependenceOptions):
+            timesteps = experiment.diffusion.process.get("timesteps")
+            if timesteps is not None:  # a continuous process has more cells than parts
+                allowed = f"at most diffusion.process.timesteps = {timesteps}"
+                demand(analysis.parts <= timesteps, f"analyses.{name}.parts", analysis.parts, allowed)
 
 
 def _check_selection(field: str, selection: list[Any] | None, allowed: list[Any]) -> None:

@@ -48,7 +48,12 @@ def build_table(analysis: AnalysisOptions, experiment: Any, results: Path) -> pd
         if not path.is_file():
             remedy = "`kairos analyse --milestone` creates it, `make run` all such files"
             raise KairosError(f"{path} is missing; {remedy}")
-    return pd.concat(map(pd.read_csv, paths), ignore_index=True)
+    return pd.concat(map(_read_table, paths), ignore_index=True)
+
+
+def _read_table(path: Path) -> pd.DataFrame:
+    """Return the table of a snapshot with method names as text: neither 10 nor NA is read as a number."""
+    return pd.read_csv(path, dtype={"method": str}, keep_default_na=False, na_values=[""])
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:

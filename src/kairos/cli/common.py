@@ -3,6 +3,7 @@
 import argparse
 import errno
 import json
+import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +30,23 @@ def add_plugins(parser: argparse.ArgumentParser) -> None:
     """Declare ``--plugin F``, Python files that register components: a list of texts, empty without the option."""
     help = "Python file that registers samplers, weightings or couplings (repeatable)"
     parser.add_argument("--plugin", action="append", default=[], metavar="F", help=help)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--device DEVICE``, the device that computes: None without the option.
+
+    A text that names no device raises ConfigError. The option does not check that the device exists.
+    """
+
+    def parse(text: str) -> str:
+        """Return a valid name of a device unchanged; `argparse` calls this function."""
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+            # not `rejection` itself: it is a ValueError too, whose message argparse would replace
+            raise ConfigError(str(rejection("--device", repr(text), "auto, cpu, cuda, cuda:N")))
+        return text
+
+    help = "auto, cpu, cuda or cuda:N; default: the device of the snapshot's training run"
+    parser.add_argument("--device", type=parse, metavar="DEVICE", help=help)
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,15 @@
 import argparse
 from pathlib import Path
 
-from kairos.cli.common import add_config, add_timing, demand_option, pair_options, set_up_device, write_timing
+from kairos.cli.common import (
+    add_config,
+    add_device,
+    add_timing,
+    demand_option,
+    pair_options,
+    set_up_device,
+    write_timing,
+)
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -32,8 +40,8 @@ def _add_stage_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `evaluate`.
 
-    They are samples, records to write, the reference, snapshots with their latents, and the extractor. The names of
-    metrics and the number of sample sets apply only to a reference that is an npz file.
+    They are samples, records to write, the reference, snapshots with their latents, the extractor and the device. The
+    names of metrics and the number of sample sets apply only to a reference that is an npz file.
     """
     add = parser.add_argument
     parser.epilog = "Repeat --samples, --out and --milestone, in pairs, to evaluate several files in one job."
@@ -65,6 +73,7 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="with an npz reference: number of sets that the samples are split into",
     )
+    add_device(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -172,4 +181,5 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         latents=arguments.latents,
         sets=arguments.sets,
         metric_names=arguments.metrics.split(",") if arguments.metrics else None,
+        device=arguments.device,
     )

@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> None:
     imported snapshot in ``--out`` is replaced.
 
     Raises:
-        ConfigError: an argument is not allowed, or the options do not describe the model.
+        ConfigError: an argument is not allowed, the options do not describe the model, or the latents lack a condition
+            of the model.
         KairosError: the weights cannot be read, or do not fit the model.
     """
     out: Path = arguments.out
@@ -50,6 +51,8 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.progress import log
     from kairos.training.import_weights import import_weights
 
+    if arguments.latents is not None:
+        _check_conditions_of_latents(arguments.latents, experiment.conditions)
     any_method = next(iter(experiment.methods))  # the model does not depend on the method
     record = import_weights(
         arguments.file,
@@ -77,6 +80,24 @@ def _parse_shape(text: str) -> tuple[int, int, int]:
     demand_option(is_shape, "shape", text, "C,H,W such as 4,32,32")
     channels, height, width = map(int, sizes)
     return channels, height, width
+
+
+def _check_conditions_of_latents(latents: Path, conditions: list[str]) -> None:
+    """Check that latents describe every condition of the model; ``--classes`` is ignored with latents.
+
+    Raises:
+        ConfigError: a condition is missing in the latents.
+        KairosError: the latents are missing or damaged.
+    """
+    from kairos.data.latents import open_latents
+
+    described = list(open_latents(latents).condition_kinds)
+    missing = [name for name in conditions if name not in described]
+    got = f"{latents} with {', '.join(described) or 'no conditions'}"
+    allowed = f"latents with {', '.join(missing)}, on which the model is conditioned"
+    if "class" in missing:
+        allowed += ", or --autoencoder or --shape, with --classes, instead of --latents"
+    demand_option(not missing, "latents", got, allowed)
 
 
 def _accepts_import(folder: Path) -> bool:

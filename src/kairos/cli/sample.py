@@ -3,8 +3,10 @@
 import argparse
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from kairos.cli.common import add_shards, add_timing, demand_option, pair_options, write_timing, yaml_type
+from kairos.cli.common import add_device, add_shards, add_timing, demand_option, pair_options, write_timing, yaml_type
+from kairos_timesteps.errors import ConfigError
 
 # options that are fields of section `sampling`
 _GUIDANCE = ("guidance_scale", "guidance_channels", "guidance_power", "guidance_interval")
@@ -52,7 +54,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     override("--precision", choices=("fp32", "tf32", "bf16"), help="precision of the network")
     override("--batch-size", type=int, metavar="N", help="images per network evaluation")
     override("--labels", choices=("balanced", "data"), help="equal class frequencies, or those of the training data")
-    # folders to read, shards and timing
+    # folders to read, device, shards and timing
     add("--autoencoder", type=Path, metavar="DIR", help="default: results/<experiment>/autoencoder of the snapshot")
     add(
         "--latents",
@@ -60,6 +62,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="latents with the conditions of the training data; default: results/<experiment>/latents of the snapshot",
     )
+    add_device(parser)
     add_shards(parser, "F")
     add_timing(parser)
 
@@ -77,7 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: options that are repeated together have different numbers of values. It is also raised if the
-            number of ``--merge`` is not a multiple of the number of ``--out``, or a setting does not fit a snapshot.
+            number of ``--merge`` is not a multiple of the number of ``--out``, or a setting is not allowed or does not
+            fit a snapshot.
         KairosError: a file is missing or damaged; the npz files of earlier snapshots remain.
     """
     outputs = pair_options(arguments, "milestone", "out", "grid")
@@ -96,6 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
     overrides = {name: value for name, value in vars(arguments).items() if name in _SETTINGS}
     if arguments.grid_images is not None:
         overrides["grid"] = arguments.grid_images  # field `sampling.grid` is a number of images, not a file
+    _check_overrides(overrides)
     request = sample.SamplingRequest(
         num=arguments.num,
         seed=arguments.seed,
@@ -103,6 +108,25 @@ def run(arguments: argparse.Namespace) -> None:
         autoencoder=arguments.autoencoder,
         latents=arguments.latents,
         shard=arguments.shard,
+        device=arguments.device,
     )
     sample.run(jobs, request)
     write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))
+
+
+def _check_overrides(overrides: dict[str, Any]) -> None:
+    """Check each option that replaces a field of section `sampling`, given by the names of the fields.
+
+    Raises:
+        ConfigError: a value is not allowed; the message begins with the option.
+    """
+    from kairos.sampling.settings import SamplingConfig
+    from kairos.section import check
+
+    for name, value in overrides.items():
+        option = "--grid-images" if name == "grid" else f"--{name.replace('_', '-')}"
+        try:
+            check(SamplingConfig, {name: value}, option)
+        except ConfigError as error:
+            # `check` adds the name of the field, which repeats the option
+            raise ConfigError(str(error).replace(f"{option}: {name}: ", f"{option}: ", 1)) from None

@@ -12,6 +12,7 @@ from kairos.config.published_results import KnownConfig
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import count_images
 from kairos.files import read_json
+from kairos.pretrained import read_network_config
 from kairos.text_encoders.settings import TextEncoderConfig
 from kairos_timesteps.errors import ConfigError
 
@@ -179,10 +180,10 @@ def _find_image_counts(
 def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | None, str]:
     """Return the numbers of all images and of training images before stage prepare, and the numbers' origin.
 
-    The numbers follow from `dataset.train_images`, else from `dataset.images`; else the images are counted. If held-out
-    images are in another folder, the number of all images is None. The origin is ``dataset.train_images``,
-    ``dataset.images``, ``counted`` or ``embedded`` (digits). If images cannot be counted, both numbers are None and the
-    origin is the advice to set one of the fields.
+    The numbers follow from `dataset.train_images`, else from `dataset.images` and `dataset.limit`; else the images are
+    counted. If held-out images are in another folder, the number of all images is None. The origin is
+    ``dataset.train_images``, ``dataset.images``, ``counted`` or ``embedded`` (digits). If images cannot be counted,
+    both numbers are None and the origin is the advice to set one of the fields.
 
     Raises:
         ConfigError: the counted number of images is not `dataset.images`.
@@ -195,9 +196,10 @@ def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | 
         count = None if has_separate_heldout else round(train_count / (1 - float(dataset.heldout)))
         return count, train_count, "dataset.train_images"
     if dataset.images is not None and not is_digits:
+        used_count = dataset.images if dataset.limit is None else min(dataset.images, dataset.limit)
         if has_separate_heldout:
-            return None, dataset.images, "dataset.images"
-        return dataset.images, dataset.images - dataset.heldout_count(dataset.images), "dataset.images"
+            return None, used_count, "dataset.images"
+        return used_count, used_count - dataset.heldout_count(used_count), "dataset.images"
     counts = count_images(dataset)
     if counts.unknown:
         return None, None, "unknown before kairos prepare; set dataset.train_images"
@@ -223,14 +225,14 @@ def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple
     """Return the shape of an image's latents, None if not known, and the number of arrays that store the latents.
 
     An autoencoder stores two arrays, mean and log-variance; AutoencoderTiny and VQModel store one. The shape of a
-    pretrained autoencoder follows from its config.json, see `_pretrained_config`. It is not known without this file,
+    pretrained autoencoder follows from its config.json, see `read_network_config`. It is not known without this file,
     and the number of arrays is then 2. The caller ensures that the autoencoder is not of kind none.
     """
     level_channels: Sequence[int] | None = config.channels
     latent_channels = config.latent_channels
     arrays = 2
     if config.kind == "pretrained":
-        pretrained = _pretrained_config(str(config.path))
+        pretrained = read_network_config(str(config.path))
         # VQModel has vq_embed_dim; 0: there is no config.json, and hence no `level_channels` either
         latent_channels = pretrained.get("vq_embed_dim") or pretrained.get("latent_channels", 0)
         level_channels = pretrained.get("block_out_channels") or pretrained.get("encoder_block_out_channels")
@@ -240,20 +242,6 @@ def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple
     factor = 2 ** (len(level_channels) - 1)  # each level but the first halves the sides
     _, height, width = image_shape
     return (latent_channels, height // factor, width // factor), arrays
-
-
-def _pretrained_config(path: str) -> dict[str, Any]:
-    """Return the content of a pretrained model's config.json; empty if the file is absent. Nothing is downloaded.
-
-    `path` is a local folder, or the name ``owner/model`` of a model in the local cache of the hub.
-    """
-    file: Any = Path(path) / "config.json"
-    is_hub_name = not Path(path).is_dir() and path.count("/") == 1  # owner/model
-    if is_hub_name:
-        from huggingface_hub import try_to_load_from_cache
-
-        file = try_to_load_from_cache(path, "config.json")  # a path, None, or a marker for "known to be absent"
-    return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else {}
 
 
 def _describe_text(
@@ -271,7 +259,7 @@ def _describe_text(
         text_record = _read_manifest(results / "text")
         if text_record:
             return dict(text_record["condition"])
-        encoder_config = _pretrained_config(config.path)
+        encoder_config = read_network_config(config.path)
         # CLIP has a section for each of its two networks
         text_config = encoder_config.get("text_config", encoder_config)
         length = config.length or text_config.get("max_position_embeddings")

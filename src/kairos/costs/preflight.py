@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -80,12 +80,15 @@ def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
     network = estimate.network
     available_gib = gpu_memory / training.trainings_per_gpu  # training runs that share a GPU have equal parts of it
     needed_gib = sum(estimate.memory.values()) / 2**30 + _CONTEXT_GIB
-    # activations are proportional to the micro-batch: remove samples until they fit
-    bytes_per_sample = network.activation_bytes / network.samples
-    additional_samples = math.floor((available_gib - needed_gib) * 2**30 / bytes_per_sample)  # negative: to remove
-    microbatch = network.samples + additional_samples
-    advice = f"training.microbatch: {microbatch} keeps the batch" if microbatch > 0 else "a smaller model"
-    value = f"{training.batch_size}: about {needed_gib:.3g} GiB of {available_gib:.3g} for each training run on a GPU"
+    # activations are proportional to the micro-batch: find the largest one that fits with the other uses
+    other_gib = needed_gib - estimate.memory["activations"] / 2**30
+    free_bytes = (available_gib - other_gib) * 2**30
+    microbatch = math.floor(free_bytes * network.samples / network.activation_bytes)
+    # `activations` are at least the copy of the gradients in the optimizer's step, which no micro-batch reduces
+    gradient_bytes = network.parameters * network.bytes_per_value
+    microbatch_fits = microbatch > 0 and gradient_bytes <= free_bytes
+    advice = f"training.microbatch: {microbatch} keeps the batch" if microbatch_fits else "a smaller model"
+    value = f"{training.batch_size}: about {needed_gib:.4g} GiB of {available_gib:.4g} for each training run on a GPU"
     demand(needed_gib <= available_gib, "training.batch_size", value, advice)
 
 
@@ -159,7 +162,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
     try:
         # `str` is for the type checker: the file is not None here; `or {}`: an empty file
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
-        training_settings = (settings.get("set-resources") or {}).get("train", {})
+        training_settings = _read_resources(settings.get("set-resources"), rule="train")
         runtime = parse_runtime(training_settings.get("runtime", training_resources(experiment)["runtime"]))
         partitions = settings.get("kairos-partition-config")  # path of a file
         limit = math.inf  # minutes
@@ -177,3 +180,27 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
     allowed += ": raise retries or runtime, or set training.segments"
     is_enough = needed_minutes <= minutes_of_attempts
     demand(is_enough, "training.milestones", f"a job of {needed_minutes:.0f} minutes", allowed)
+
+
+def _read_resources(entries: Any, rule: str) -> dict[str, Any]:
+    """Return the resources by name that a profile's `set-resources` sets for a rule; empty if it sets none.
+
+    `entries` has one of the forms that Snakemake accepts: nested mappings, or a list of texts ``train:runtime=60`` or
+    one such text. None means that the profile has no such option.
+
+    Raises:
+        ValueError: a text has another form.
+    """
+    if entries is None:
+        return {}
+    if isinstance(entries, dict):
+        return dict(entries.get(rule) or {})
+    resources = {}
+    for entry in [entries] if isinstance(entries, str) else entries:
+        entry_rule, colon, assignment = entry.partition(":")
+        name, equals_sign, value = assignment.partition("=")
+        if not (colon and equals_sign):
+            raise ValueError(f"set-resources: got {entry!r}, allowed: RULE:RESOURCE=VALUE")
+        if entry_rule == rule:
+            resources[name] = value
+    return resources

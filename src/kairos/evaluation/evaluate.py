@@ -47,12 +47,13 @@ def run(
     latents: Path | None = None,
     sets: int = 1,
     metric_names: list[str] | None = None,
+    device: str | None = None,
 ) -> None:
     """Evaluate every job, write its record, and print the warnings about numbers of images once.
 
     Threads, device and determinism of this process are set as in the first snapshot's training run. Without a snapshot
-    one thread computes, deterministically, on a GPU if one is usable. The reference fixes the extractor's precision.
-    Marks the end of start-up, see `resource_usage.end_startup`.
+    one thread computes, deterministically, on a GPU if one is usable. Argument `device` replaces the device. The
+    reference fixes the extractor's precision. Marks the end of start-up, see `resource_usage.end_startup`.
 
     Args:
         jobs: samples to evaluate.
@@ -63,6 +64,7 @@ def run(
         latents: folder of the latents for the validation loss; None: ``../../../../latents``, relative to the snapshot.
         sets: with an npz reference: number of sets that the samples are split into.
         metric_names: with an npz reference: names of metrics; None or empty: the default metrics of the extractor.
+        device: name of the device; None: as described above.
 
     Raises:
         ConfigError: `metric_names` is not empty with another reference, or the extractor is not decided, see
@@ -81,10 +83,10 @@ def run(
     milestones = [job.milestone for job in jobs if job.milestone is not None]
     if milestones:  # threads and determinism as in training
         _, snapshot_record = load_settings(milestones[0], overrides={})  # checks the record, too
-        device = set_up_device(snapshot_record)
+        selected_device = set_up_device(snapshot_record, device)
     else:
-        device = compute.setup(1, "auto")
-    opened_extractor = open_extractor(extractor_folder, device)
+        selected_device = compute.setup(1, device or "auto", device_field="--device")
+    opened_extractor = open_extractor(extractor_folder, selected_device)
     resource_usage.end_startup()
     if is_external:
         opened_reference = open_external_reference(reference, opened_extractor, metric_names)

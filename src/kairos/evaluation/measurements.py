@@ -17,6 +17,7 @@ from torch import Tensor
 from kairos.array_shapes import Gaussian, ImageBatch, IntegerArray, LayerGaussian
 from kairos.data.arrays import ArrayFile, write_npy_header
 from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
+from kairos.files import set_missing_filename
 from kairos.shapes import Features
 
 Multiplicities = Num[Tensor, "batch"]  # how often each feature vector counts
@@ -58,8 +59,8 @@ class MomentSums:
         return (self._shift + shifted_mean).numpy(), covariance.numpy()
 
 
-class Spool:
-    """Vectors that are added in batches, in a temporary file; `rows` reads them once all are added."""
+class FeatureBuffer:
+    """On-disk buffer of feature vectors, filled batch by batch; `rows` reads them once all are added."""
 
     def __init__(self) -> None:
         self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115  (deleted with this object)
@@ -69,9 +70,10 @@ class Spool:
         """Append vectors on the CPU, float32 (n, d)."""
         self._shape = (self._shape[0] + len(values), values.shape[1])
         is_empty = self._file.tell() == 0
-        if is_empty:
-            self._write_header()  # `rows` corrects its number of vectors
-        self._file.write(values.numpy().tobytes())
+        with set_missing_filename(self._file.name):
+            if is_empty:
+                self._write_header()  # `rows` corrects its number of vectors
+            self._file.write(values.numpy().tobytes())
 
     def rows(self) -> ArrayFile:
         """Return all added vectors, float32 (n, d), which are read from the file on access.
@@ -80,9 +82,10 @@ class Spool:
         the rows remain readable.
         """
         # only now the number of vectors is known; the header has the length of the first one, since both are padded
-        self._file.seek(0)
-        self._write_header()
-        self._file.flush()
+        with set_missing_filename(self._file.name):
+            self._file.seek(0)
+            self._write_header()
+            self._file.flush()
         return ArrayFile(Path(self._file.name))
 
     def _write_header(self) -> None:
@@ -137,8 +140,8 @@ def measure(
     for name, measurement in GAUSSIAN_MEASUREMENTS.items():
         if name in needs:
             sums_by_layer[measurement.layer] = MomentSums()
-    # a spool per layer; the layers have the names of the measurements
-    spools = {name: Spool() for name in ("features", "logits") if name in needs}
+    # a buffer per layer; the layers have the names of the measurements
+    buffers = {name: FeatureBuffer() for name in ("features", "logits") if name in needs}
     count = 0  # images so far
     for batch in images:
         layers = extractor.compute_layers(batch)
@@ -147,10 +150,10 @@ def measure(
         stored_rows: Any = slice(None)  # all images of the batch
         if stored_indices is not None:
             stored_rows = np.isin(np.arange(count, count + len(batch)), stored_indices)
-        for layer, spool in spools.items():
-            spool.add(layers[layer][stored_rows])
+        for layer, buffer in buffers.items():
+            buffer.add(layers[layer][stored_rows])
         count += len(batch)
-    array_files = {layer: spool.rows() for layer, spool in spools.items()}
+    array_files = {layer: buffer.rows() for layer, buffer in buffers.items()}
     return ImageStatistics(
         count=count,
         gaussians={layer: sums.mean_and_covariance for layer, sums in sums_by_layer.items()},

@@ -60,6 +60,7 @@ class SamplingRequest:
         latents: folder of the latents, needed for labels ``data`` and conditions other than classes; None:
             ``../../../../latents``, relative to the snapshot.
         shard: the shard to generate; None: all images.
+        device: device that generates the images; None: the device of the snapshot's training run.
     """
 
     num: int
@@ -68,6 +69,7 @@ class SamplingRequest:
     autoencoder: Path | None = None
     latents: Path | None = None
     shard: Shard | None = None
+    device: str | None = None
 
 
 def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
@@ -108,16 +110,23 @@ def _condition_names(record: dict[str, Any]) -> list[str]:
     return names
 
 
-def set_up_device(record: dict[str, Any]) -> torch.device:
-    """Set threads and determinism of this process as in a snapshot's training run, and return its configured device.
+def set_up_device(record: dict[str, Any], device: str | None = None) -> torch.device:
+    """Set threads and determinism of this process as in a snapshot's training run, and return the device to use.
 
     TF32 is forbidden, also if the training run used it.
 
+    Args:
+        record: record of the snapshot.
+        device: name of the device, option ``--device``; None: the device of the snapshot's training run.
+
     Raises:
-        KairosError: the configured device is not usable here.
+        KairosError: the device is not usable here.
     """
     training = record["config"]["training"]
-    return compute.setup(training["threads"], training["device"], training["deterministic"])
+    device_field = "--device"
+    if device is None:
+        device, device_field = training["device"], "training.device of the snapshot (--device replaces it)"
+    return compute.setup(training["threads"], device, training["deterministic"], device_field=device_field)
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,7 @@ class _SnapshotSampler:
         seed: seed of the images.
         rows: indices of the images to generate.
         label: name of the job for progress and messages.
+        device: device that generates the images, see `SamplingRequest`.
     """
 
     milestone: Path
@@ -145,6 +155,7 @@ class _SnapshotSampler:
     seed: int
     rows: range
     label: str
+    device: str | None
 
     def generate(self) -> Iterator[ImageBatch]:
         """Yield the images in batches, uint8 (n, height, width, channels); the network is loaded before the first one.
@@ -158,7 +169,7 @@ class _SnapshotSampler:
         from kairos.milestones import open_milestone
 
         # network, autoencoder and time grid
-        device = set_up_device(self.record)
+        device = set_up_device(self.record, self.device)
         snapshot = open_milestone(self.milestone, self.options.weights, device)
         codec = open_codec(self.milestone, self.record, self.autoencoder, device)
         process, solver = snapshot.process, self.options.scheduler
@@ -257,6 +268,7 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
         seed=seed,
         rows=rows,
         label=label,
+        device=request.device,
     )
     return sampler, protocol
 

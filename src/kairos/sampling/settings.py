@@ -188,7 +188,8 @@ class SamplingConfig(Section):
         * Guidance fits the model and its training, see `_check_guidance`.
         * A discrete process has at least `steps` timesteps, and more with an `offset`.
         * The process allows the options of the solver.
-        * With a discrete process, the noise levels of spacing karras fall on different timesteps.
+        * The noise levels of spacing karras are in the range of the process. With a discrete process, they fall on
+          different timesteps.
 
         Args:
             diffusion: section `diffusion`.
@@ -205,14 +206,13 @@ class SamplingConfig(Section):
             allowed = f"at most diffusion.process.timesteps = {timesteps}"
             demand(self.steps <= timesteps, "sampling.steps", self.steps, allowed)
         scheduler = resolve_solver(self.scheduler, process)
-        if timesteps is None:
-            return
-        if getattr(scheduler, "offset", 0):
+        if timesteps is not None and getattr(scheduler, "offset", 0) > 0:
             got = f"1 with all {timesteps} timesteps as steps"
             demand(self.steps < timesteps, "sampling.scheduler.offset", got, "0")
         if scheduler.spacing == "karras":
-            built_process = build_process(process, diffusion.prediction)
-            # raises ConfigError if two levels fall on one timestep; the grid is not used
+            # the standard deviation of the data may be unknown yet; the grid does not depend on it
+            built_process = build_process(process, diffusion.prediction, sigma_data=1.0)
+            # raises ConfigError if the noise levels do not fit the process; the grid is not used
             build_time_grid(built_process, self.steps, scheduler)
 
     def _check_guidance(self, conditions: list[str], dropout: float) -> None:
@@ -227,9 +227,9 @@ class SamplingConfig(Section):
         """
         scale_field = "sampling.guidance_scale"
         if self.guidance_scale != 1:
-            demand(len(conditions) > 0, scale_field, "other than 1", "1 for a model without conditions")
-            if dropout == 0:
-                raise ConfigError(f"{scale_field}: other than 1 needs training.condition_dropout > 0")
+            demand(len(conditions) > 0, scale_field, self.guidance_scale, "1 for a model without conditions")
+            allowed = "1 for a model that is trained with training.condition_dropout 0"
+            demand(dropout > 0, scale_field, self.guidance_scale, allowed)
         else:
             for name in ("guidance_channels", "guidance_power", "guidance_interval"):
                 value = getattr(self, name)

@@ -1,13 +1,13 @@
 """Solvers: from noise to x0 along a time grid.
 
-A solver is a function ``solver(options, process, grid, predict_x0, noise)``:
+A solver is a function ``solver(options, process, grid, predict_x0, draw_noise)``:
 
 * ``grid`` is the list of grid points from noise to the image, see `sampling.time_grids`;
 * ``predict_x0(x, point)`` is the network's prediction of x0 at a grid point;
-* ``noise(k)`` is standard normal noise in the shape of the batch: the start for k = 0, and for k = 1, 2, ... the noise
-  that interval k adds.
+* ``draw_noise(k)`` is standard normal noise in the shape of the batch: the start for k = 0, and for k = 1, 2, ... the
+  noise that interval k adds.
 
-Solvers compute in the coordinates of the grid, x = signal * x0 + noise * epsilon, with the coefficients of each grid
+Solvers compute in the coordinates of the grid, x = alpha * x0 + sigma * epsilon, with the coefficients of each grid
 point. There DDIM without noise, Euler's method on a flow and EDM's Euler are one step. The result is x at the end of
 the grid: x0, or for a grid that ends at the first timestep the x that latent diffusion takes for x0.
 """
@@ -26,7 +26,7 @@ from kairos.shapes import Images, VarianceChannels
 
 
 def ddpm(
-    options: DdpmOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
+    options: DdpmOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, draw_noise: NoiseSource
 ) -> Images:
     """Sample by DDPM's ancestral sampling (Ho et al. 2020, algorithm 2), with one step per interval of the grid.
 
@@ -37,16 +37,16 @@ def ddpm(
     Returns:
         x0 (batch, channels, height, width).
     """
-    x = grid[0].noise * noise(0)
+    x = grid[0].sigma * draw_noise(0)
     for k, (point, end) in enumerate(pairwise(grid), 1):
         x0, variance_channels = predict_x0.with_variance_channels(x, point)
         # the mean of q in terms of x0 and epsilon: its factor of epsilon is noise(end) · sqrt(SNR(point) / SNR(end));
         # DDIM without noise keeps all of epsilon
         epsilon_fraction = _snr_ratio_root(point, end)
-        x = end.signal * x0 + end.noise * epsilon_fraction * _epsilon(x, x0, point)
-        if end.noise > 0:
+        x = end.alpha * x0 + end.sigma * epsilon_fraction * _epsilon(x, x0, point)
+        if end.sigma > 0:
             variance = _reverse_variance(options.variance, point, end, variance_channels)
-            x = x + variance**0.5 * noise(k)
+            x = x + variance**0.5 * draw_noise(k)
     return x
 
 
@@ -63,13 +63,13 @@ def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_chan
         end: grid point at which it ends. The caller ensures that it is not the image.
         variance_channels: output of the network for ``learned_range``: -1 gives the small variance, 1 the large one.
     """
-    # x_t with signal^2 + noise^2 = 1 has beta = 1 - alpha_bar / alpha_bar_end, and DDPM's variances are beta and
+    # x_t with alpha^2 + sigma^2 = 1 has beta = 1 - alpha_bar / alpha_bar_end, and DDPM's variances are beta and
     # (1 - alpha_bar_end) / (1 - alpha_bar) * beta = (1 - alpha_bar_end) * (1 - SNR / SNR_end). In the coordinates of
-    # the grid both are multiplied by end.signal^2 + end.noise^2, and (1 - alpha_bar_end) times that is end.noise^2.
-    alpha_bar = point.signal**2 / (point.signal**2 + point.noise**2)
-    alpha_bar_end = end.signal**2 / (end.signal**2 + end.noise**2)
-    small = end.noise**2 * (1 - _snr_ratio_root(point, end) ** 2)
-    large = (end.signal**2 + end.noise**2) * (1 - alpha_bar / alpha_bar_end)
+    # the grid both are multiplied by end.alpha^2 + end.sigma^2, and (1 - alpha_bar_end) times that is end.sigma^2.
+    alpha_bar = point.alpha**2 / (point.alpha**2 + point.sigma**2)
+    alpha_bar_end = end.alpha**2 / (end.alpha**2 + end.sigma**2)
+    small = end.sigma**2 * (1 - _snr_ratio_root(point, end) ** 2)
+    large = (end.alpha**2 + end.sigma**2) * (1 - alpha_bar / alpha_bar_end)
     if kind == "fixed_small":
         return small
     if kind == "fixed_large":
@@ -78,26 +78,26 @@ def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_chan
 
 
 def ddim(
-    options: DdimOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
+    options: DdimOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, draw_noise: NoiseSource
 ) -> Images:
     """Sample by DDIM (Song et al. 2021, eq. 12 and 16); returns x0 (batch, channels, height, width).
 
     With `eta` 0, only the noise of the start is drawn.
     """
-    x = grid[0].noise * noise(0)
+    x = grid[0].sigma * draw_noise(0)
     for k, (point, end) in enumerate(pairwise(grid), 1):
         x0 = predict_x0(x, point)
         # fraction of the noise variance at `end` that is drawn anew; epsilon keeps the rest. With `eta` 1 the drawn
         # variance is DDPM's `fixed_small`, see `_reverse_variance`; at the image it is 0.
         fresh_fraction = options.eta**2 * (1 - _snr_ratio_root(point, end) ** 2)
-        x = end.signal * x0 + end.noise * (1 - fresh_fraction) ** 0.5 * _epsilon(x, x0, point)
-        if end.noise * fresh_fraction > 0:
-            x = x + end.noise * fresh_fraction**0.5 * noise(k)
+        x = end.alpha * x0 + end.sigma * (1 - fresh_fraction) ** 0.5 * _epsilon(x, x0, point)
+        if end.sigma * fresh_fraction > 0:
+            x = x + end.sigma * fresh_fraction**0.5 * draw_noise(k)
     return x
 
 
 def edm(
-    options: EulerOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
+    options: EulerOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, draw_noise: NoiseSource
 ) -> Images:
     """Sample by EDM's algorithm 2 (Karras et al. 2022): ``heun``, and ``euler`` without its lines 9 to 11.
 
@@ -108,7 +108,7 @@ def edm(
     Returns:
         x0 (batch, channels, height, width).
     """
-    x = grid[0].noise * noise(0)
+    x = grid[0].sigma * draw_noise(0)
     intervals = len(grid) - 1
     # relative increase of the noise level by churn; at most sqrt(2) - 1, as in the algorithm
     gamma = min(options.s_churn / intervals, 2**0.5 - 1)
@@ -116,30 +116,30 @@ def edm(
     is_heun = options.evaluations == 2
     for k, (point, end) in enumerate(pairwise(grid), 1):
         # churn, lines 5 and 6: add noise, and begin the interval at the higher noise level
-        if gamma > 0 and options.s_min <= point.noise <= largest_churned:
-            churned_level = point.noise * (1 + gamma)
+        if gamma > 0 and options.s_min <= point.sigma <= largest_churned:
+            churned_level = point.sigma * (1 + gamma)
             (churned,) = grid_points_at(process, times_of_noise_levels(process, np.array([churned_level])))
             # independent noises add their variances: the difference is what the higher level lacks
-            x = x + (churned.noise**2 - point.noise**2) ** 0.5 * options.s_noise * noise(k)
+            x = x + (churned.sigma**2 - point.sigma**2) ** 0.5 * options.s_noise * draw_noise(k)
             point = churned
 
         # Euler's step, lines 7 and 8
         x0 = predict_x0(x, point)
         epsilon = _epsilon(x, x0, point)
-        x_end = end.signal * x0 + end.noise * epsilon
+        x_end = end.alpha * x0 + end.sigma * epsilon
 
         # Heun's correction by the mean slope of both ends; at the image the slope is undefined
-        if is_heun and end.noise > 0:
+        if is_heun and end.sigma > 0:
             x0_end = predict_x0(x_end, end)
             mean_x0 = (x0 + x0_end) / 2
             mean_epsilon = (epsilon + _epsilon(x_end, x0_end, end)) / 2
-            x_end = x + (end.signal - point.signal) * mean_x0 + (end.noise - point.noise) * mean_epsilon
+            x_end = x + (end.alpha - point.alpha) * mean_x0 + (end.sigma - point.sigma) * mean_epsilon
         x = x_end
     return x
 
 
 def dpm_solver(
-    options: OdeOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
+    options: OdeOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, draw_noise: NoiseSource
 ) -> Images:
     """Sample by DPM-Solver++, singlestep of orders up to 3 (Lu et al. 2022, "DPM-Solver++", algorithm 1, appendix).
 
@@ -150,18 +150,19 @@ def dpm_solver(
     Returns:
         x0 (batch, channels, height, width).
     """
-    sigma = [point.noise / point.signal for point in grid]  # here x is x0 + sigma * epsilon, also for a flow
+    # noise over signal of each point: here x is x0 + noise level * epsilon, also for a flow
+    noise_levels = [point.sigma / point.alpha for point in grid]
 
     def predict_at(x: Images, index: int) -> Images:
-        return predict_x0(grid[index].signal * x, grid[index])
+        return predict_x0(grid[index].alpha * x, grid[index])
 
-    x = sigma[0] * noise(0)
+    x = noise_levels[0] * draw_noise(0)
     begin = 0
-    for order in orders(intervals=len(grid) - 1, to_image=grid[-1].noise == 0):
+    for order in orders(intervals=len(grid) - 1, to_image=grid[-1].sigma == 0):
         end = begin + order
-        x = _singlestep(x, sigma[begin : end + 1], predict_at, begin)
+        x = _singlestep(x, noise_levels[begin : end + 1], predict_at, begin)
         begin = end
-    return grid[-1].signal * x
+    return grid[-1].alpha * x
 
 
 def orders(intervals: int, to_image: bool) -> list[int]:
@@ -180,16 +181,19 @@ def orders(intervals: int, to_image: bool) -> list[int]:
     return [3] * threes + [2]
 
 
-def _singlestep(x: Images, sigma: list[float], predict_at: Callable[[Images, int], Images], first: int) -> Images:
+def _singlestep(
+    x: Images, noise_levels: list[float], predict_at: Callable[[Images, int], Images], first: int
+) -> Images:
     """Take one step of DPM-Solver++ of order 1, 2 or 3 and return x at its end.
 
     Args:
         x: x_t over the signal, so that a step with a constant x0 leads straight to x0.
-        sigma: noise levels of the step, order + 1 of them: its begin, intermediate points and end.
+        noise_levels: noise over signal at the begin, the intermediate points and the end of the step, order + 1 of
+            them.
         predict_at: ``predict_at(x, index)`` predicts x0 at the grid point with this index.
         first: index of the grid point at which the step begins.
     """
-    start, *levels = sigma
+    start, *levels = noise_levels
     order = len(levels)
 
     # order 1: x0 is constant; x at each level is on the straight line to x0
@@ -218,9 +222,9 @@ def _slope_weight(h: float) -> float:
 
 def _epsilon(x: Images, x0: Images, point: GridPoint) -> Images:
     """Return the noise of x at a grid point with noise, from x0; a clipped x0 changes the noise as well."""
-    return (x - point.signal * x0) / point.noise
+    return (x - point.alpha * x0) / point.sigma
 
 
 def _snr_ratio_root(point: GridPoint, end: GridPoint) -> float:
     """Return sqrt(SNR at `point` / SNR at `end`), below 1 because `end` has less noise; 0 if `end` is the image."""
-    return point.signal * end.noise / (end.signal * point.noise)
+    return point.alpha * end.sigma / (end.alpha * point.sigma)

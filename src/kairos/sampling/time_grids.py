@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from kairos_timesteps.diffusion.processes import Discrete
-from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.errors import ConfigError, demand
 
 if TYPE_CHECKING:
     from kairos.sampling.settings import SolverOptions
@@ -23,22 +23,22 @@ _BISECTIONS = 60  # halvings of an interval of length 2: below the spacing of fl
 
 
 class GridPoint(NamedTuple):
-    """A point of a solver's time grid: x = signal * x0 + noise * epsilon, and x_t = scale * x.
+    """A point of a solver's time grid: x = alpha * x0 + sigma * epsilon, and x_t = scale * x.
 
     Attributes:
         t: time in the unit of the process; None where the network is not evaluated.
-        signal: coefficient of x0 in the coordinates of the grid.
-        noise: coefficient of epsilon in the coordinates of the grid.
+        alpha: coefficient of x0 in the coordinates of the grid.
+        sigma: coefficient of epsilon in the coordinates of the grid.
         scale: factor from the coordinates of the grid to x_t.
     """
 
     t: Any
-    signal: float
-    noise: float
+    alpha: float
+    sigma: float
     scale: float
 
 
-IMAGE_POINT = GridPoint(t=None, signal=1.0, noise=0.0, scale=1.0)
+IMAGE_POINT = GridPoint(t=None, alpha=1.0, sigma=0.0, scale=1.0)
 
 
 def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> list[GridPoint]:
@@ -48,7 +48,8 @@ def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> lis
     The caller has replaced spacing ``auto`` of the solver, see `resolve_solver`.
 
     Raises:
-        ConfigError: two noise levels of spacing karras fall on one timestep of a discrete process.
+        ConfigError: two noise levels of spacing karras fall on one timestep of a discrete process, or the options leave
+            it no range of noise levels.
     """
     times = _grid_times(process, steps, scheduler)
     points = grid_points_at(process, times)
@@ -56,7 +57,7 @@ def build_time_grid(process: Any, steps: int, scheduler: "SolverOptions") -> lis
         return [*points, IMAGE_POINT]
     signal, noise = process.coefficients(np.array([0]))
     # latent diffusion takes x_t at the first timestep for the image, so x_t is not divided by the signal
-    first_timestep = GridPoint(t=0, signal=float(signal[0]), noise=float(noise[0]), scale=1.0)
+    first_timestep = GridPoint(t=0, alpha=float(signal[0]), sigma=float(noise[0]), scale=1.0)
     return [*points, first_timestep]
 
 
@@ -67,7 +68,8 @@ def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> TimeArr
     caller ensures that the process allows the spacing.
 
     Raises:
-        ConfigError: two noise levels of spacing karras fall on one timestep.
+        ConfigError: two noise levels of spacing karras fall on one timestep, or the options leave it no range of noise
+            levels.
     """
     spacing = scheduler.spacing
     if spacing == "uniform":
@@ -87,15 +89,15 @@ def _grid_times(process: Any, steps: int, scheduler: "SolverOptions") -> TimeArr
 def grid_points_at(process: Any, times: TimeArray) -> list[GridPoint]:
     """Return the grid points at `times`, (n,): timesteps of a discrete process, times of a continuous one.
 
-    The coordinates are x_t for a flow (scale 1), and x_t over the signal coefficient for other processes (signal 1).
+    The coordinates are x_t for a flow (scale 1), and x_t over the signal coefficient for other processes (alpha 1).
     """
     signal, noise = process.coefficients(times)
     # a flow has signal + noise = 1 at all times, and its path is straight in x_t itself
     is_flow = np.isclose(signal + noise, 1)
     scale = np.where(is_flow, 1.0, signal)
-    grid_signal, grid_noise = signal / scale, noise / scale
+    alpha, sigma = signal / scale, noise / scale
     # `times` is no list: elements keep their dtype, which distinguishes timesteps (integers) from continuous times
-    return list(map(GridPoint, times, grid_signal.tolist(), grid_noise.tolist(), scale.tolist()))
+    return list(map(GridPoint, times, alpha.tolist(), sigma.tolist(), scale.tolist()))
 
 
 def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> Timesteps:
@@ -122,13 +124,22 @@ def karras_noise_levels(process: Any, steps: int, scheduler: "SolverOptions") ->
     The last level is `sigma_min` or the smallest of the process; the noise-free image is not included. With one step,
     the only level is the largest. Options `sigma_min` and `sigma_max` can only narrow the range of the process. For a
     discrete process, the levels may differ from the levels of its timesteps.
+
+    Raises:
+        ConfigError: `sigma_min` is not below the largest level of the process, or `sigma_max` not above its smallest.
     """
     signal, noise = process.coefficients(process.times(np.array([0.0, 1.0])))
-    smallest, largest = noise / signal  # levels of the process at fractions 0 and 1
-    if scheduler.sigma_min is not None:
-        smallest = max(smallest, scheduler.sigma_min)
-    if scheduler.sigma_max is not None:
-        largest = min(largest, scheduler.sigma_max)
+    process_smallest, process_largest = noise / signal  # levels of the process at fractions 0 and 1
+    smallest, largest = process_smallest, process_largest
+    sigma_min, sigma_max = scheduler.sigma_min, scheduler.sigma_max
+    if sigma_min is not None:
+        allowed = f"less than {process_largest:.6g}, the largest noise level of the process"
+        demand(sigma_min < process_largest, "sampling.scheduler.sigma_min", sigma_min, allowed)
+        smallest = max(smallest, sigma_min)
+    if sigma_max is not None:
+        allowed = f"greater than {process_smallest:.6g}, the smallest noise level of the process"
+        demand(sigma_max > process_smallest, "sampling.scheduler.sigma_max", sigma_max, allowed)
+        largest = min(largest, sigma_max)
     rho = scheduler.rho
     position = np.linspace(0, 1, steps)
     return np.asarray(((1 - position) * largest ** (1 / rho) + position * smallest ** (1 / rho)) ** rho)
