@@ -32,7 +32,9 @@ def test_a_run_resumes_exactly_after_a_full_disk(commands, small_disk, tmp_path)
     out = small_disk / "run"
     line = train_command(config, "adaptive", out, latents)
     status, logged = commands.run(line, log), log.read_text()
-    assert status == 1 and "No space left on device" in logged
+    assert status == 1
+    (message,) = [text for text in logged.splitlines() if "No space left on device" in text]
+    assert str(out) in message, "the message names the file"
     assert "Traceback" not in logged and not (out / "training.json").exists()
     checkpoints = sorted(path.name for path in out.glob(".state/*/checkpoints/*.ckpt"))
     assert checkpoints, "a checkpoint was written before the disk was full"

@@ -18,7 +18,7 @@ import torch
 
 from kairos import compute, ranks
 from kairos.data.latents import open_latents
-from kairos.files import read_timing
+from kairos.files import read_timing, set_missing_filename
 from kairos.forward_process import scheduler_config
 from kairos.milestones import write_milestone
 from kairos.progress import ProgressBar, duration, log
@@ -310,7 +310,8 @@ class TrainingJob:
                 self.seconds += time.perf_counter() - step_begun
                 self.steps_run += 1
                 if metrics is not None:
-                    metrics_file.write(json.dumps(metrics) + "\n")
+                    with set_missing_filename(metrics_path):
+                        metrics_file.write(json.dumps(metrics) + "\n")
                     latest_loss = f"loss {metrics['loss']:.4g}"
 
                 is_last = training.step == last_milestone
@@ -319,7 +320,8 @@ class TrainingJob:
                 # the last step ends the run in any case, so no rank requests a stop there
                 stops_now = not is_last and collective_stop.after_step(self.longest_save)
                 if is_last or is_milestone or is_checkpoint or stops_now:
-                    metrics_file.flush()  # a checkpoint contains the hash of the file
+                    with set_missing_filename(metrics_path):
+                        metrics_file.flush()  # a checkpoint contains the hash of the file
                     self._save(with_snapshot=is_milestone)
                 self.progress.update(training.step, self.seconds)
                 if stops_now:
@@ -371,7 +373,8 @@ class TrainingJob:
             with open(self.run_folder.metrics, "ab") as metrics_file:
                 os.fsync(metrics_file.fileno())  # durable before the checkpoint that contains its hash
             times = {"seconds": round(self.seconds, 3), "steps_run": self.steps_run, "started": self.started}
-            with open(self.run_folder.timing, "a", encoding="utf-8") as timing_file:
+            timing_path = self.run_folder.timing
+            with set_missing_filename(timing_path), open(timing_path, "a", encoding="utf-8") as timing_file:
                 timing_file.write(json.dumps({"step": step, **times}) + "\n")
             self.run_folder.save_checkpoint(step, self.training.state_dict())
         ranks.barrier()
