@@ -134,6 +134,7 @@ class Strategy:
         self._context_names = {*_CONTEXT_NAMES, *self.sampler.context_names}
         self._learns = isinstance(self.sampler, Learned) or isinstance(self.weighting, Learned)
         self._micro_batches: list[_MicroBatch] = []  # of the current step, those with losses
+        self._indices_given = False  # True if the caller passed `index` in the current step
         self._blocks: dict[Any, tuple[int, list[Tensor]]] = {}  # prefetch block of each slice of the batch
         if not self.sampler.requires_context:
             finite = np.isfinite(self.weighting.weights()[self.sampler.probabilities() > 0]).all()
@@ -191,6 +192,7 @@ class Strategy:
         total = total or len(x0) * distributed.ranks(self.group)
         now, (offset, earlier) = self.step if step is None else step, self._samples
         offset = offset if index is None else 0  # indices given by the caller count from the start of the step
+        self._indices_given |= index is not None
         coordinates = RandomCoordinates(self.seed, now, offset, offset + earlier, index, total, times, context=context)
         coordinates = coordinates.for_batch(x0, self.group)
         if step is None:
@@ -361,6 +363,9 @@ class Strategy:
             learned_rows = self._rows_to_learn_from()
             observation = _select_rows(observation, learned_rows, self.group)
             conditions = conditions and {name: values[learned_rows] for name, values in conditions.items()}
+        elif isinstance(self.sampler, MeasuresNetwork) and self._indices_given:
+            if distributed.ranks(self.group) > 1 and self.sampler.measures_in_step(observation.step):
+                observation = _without_gaps(observation, self.group)
         if measures:
             assert observation.x0 is not None  # `_observation` rejects several shapes
             meter = Meter(
@@ -374,6 +379,7 @@ class Strategy:
         self.weighting.step(observation)
         self._micro_batches = []
         self.step, self._samples = self.step + 1, [0, sum(self._samples)]
+        self._indices_given = False
 
     def _observation(self, last: Draw) -> Observation:
         """Join the draws of the current step whose errors are known; without any, return the draw `last` alone.
@@ -445,7 +451,7 @@ class Strategy:
         Losses of the current step are dropped.
         """
         self.step, self._samples = state["step"], list(state["drawn"])
-        self._micro_batches = []
+        self._micro_batches, self._indices_given = [], False
         self.sampler.load_state_dict(state["sampler"], device)
         self.weighting.load_state_dict(state["weighting"], device)
 
@@ -471,6 +477,18 @@ def _select_rows(observation: Observation, rows: Tensor, group: distributed.Grou
         losses=select(observation.losses) if total else None,
         errors=select(observation.errors) if total else None,
     )
+
+
+def _without_gaps(observation: Observation, group: distributed.Group) -> Observation:
+    """Number the samples over the ranks without gaps if their indices do not cover the global batch.
+
+    Samples without a loss, such as those of a micro-batch without a backward pass, cannot be measured. All ranks must
+    call it.
+    """
+    count = len(observation.fractions)
+    if sum(distributed.gather_objects(count, group)) == observation.coordinates.batch_size:
+        return observation
+    return _select_rows(observation, torch.arange(count, device=observation.fractions.device), group)
 
 
 def _join_coordinates(coordinates_by_draw: list[RandomCoordinates], ranks: int) -> RandomCoordinates:

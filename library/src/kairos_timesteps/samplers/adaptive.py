@@ -199,7 +199,7 @@ class Adaptive(MeasuresNetwork, Sampler):
 
         Step 0 is measured. The policy learns after S is first selected. Each measurement selects S for the next one.
         """
-        if observation.step % self.frequency:
+        if not self.measures_in_step(observation.step):
             yield
             return
         before = self._measure(observation, "measurement")
@@ -207,9 +207,15 @@ class Adaptive(MeasuresNetwork, Sampler):
         after = self._measure(observation, self.noise_after)
         if before[1] is not None and after[1] is not None:
             self._learn(observation, before[1] - after[1])
-        self.changes = [*self.changes, before[0] - after[0]][-self.queue :]
+        change = before[0] - after[0]
+        if change.isfinite().all():  # a single NaN in the queue would make every correlation NaN
+            self.changes = [*self.changes, change][-self.queue :]
         if len(self.changes) >= self.least_rows:
             self.reward_timesteps = self.features[self.select(torch.stack(self.changes))]
+
+    def measures_in_step(self, step: int) -> bool:
+        """Return True in every f_S-th step from step 0 on."""
+        return step % self.frequency == 0
 
     def select(self, changes: Tensor) -> Tensor:
         """Return indices of the selected feature timesteps, given the queue (rows, features)."""

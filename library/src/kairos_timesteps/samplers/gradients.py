@@ -50,14 +50,22 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Measure before the optimizer step, every `frequency` steps from step 0 on, and update the density."""
-        if observation.step % self.frequency == 0:
+        """Measure before the optimizer step, every `frequency` steps from step 0 on, and update the density.
+
+        A measurement with a value that is not finite, for example in half precision, changes nothing.
+        """
+        if self.measures_in_step(observation.step):
             new = self.measure(observation)
-            decay = self.decay if self.updates else 0.0
-            self._values = decay * self._values + (1 - decay) * new
-            self.updates += 1
-            self.restored()
+            if np.isfinite(new).all():
+                decay = self.decay if self.updates else 0.0
+                self._values = decay * self._values + (1 - decay) * new
+                self.updates += 1
+                self.restored()
         yield
+
+    def measures_in_step(self, step: int) -> bool:
+        """Return True in every `frequency`-th step from step 0 on."""
+        return step % self.frequency == 0
 
     def measure(self, observation: Observation) -> Array:
         """Measure the number of every bin, (bins,)."""

@@ -79,10 +79,11 @@ class Uncertainty(Learned, Weighting):
     def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
         """Return the formula times the importance weights; `weights` contain w, without exp(u).
 
-        The gradient of the result also reaches u.
+        The gradient of the result also reaches u, except from losses that are not finite.
         """
-        u = self.uncertainty(fractions)
-        return importance * (weights * losses * (-u).exp() + u)
+        u, weighted = self.uncertainty(fractions), weights * losses
+        u = torch.where(weighted.isfinite(), u, u.detach())  # equal values; a NaN would stay in u for good
+        return importance * (weighted * (-u).exp() + u)
 
     def step(self, observation: Observation) -> None:
         """Take an optimizer step on u with the gradient of the backward pass, averaged over ranks, and clear it.
