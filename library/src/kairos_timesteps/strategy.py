@@ -126,6 +126,7 @@ class Strategy:
         self.sampler, self.weighting = build_pair(self.process, names, sampler, weighting, seed)
         component = {"name": "independent", **coupling} if isinstance(coupling, Mapping) else {"name": coupling}
         self.coupling: Coupling = COUPLINGS.build(*split(component))
+        self._coupling_name: str = component["name"]
         self.seed = seed
         self.step = 0
         self.group = distributed.batch_group(process_group)
@@ -250,7 +251,7 @@ class Strategy:
                 self._blocks.clear()
             steps = range(block * _BLOCK_STEPS, (block + 1) * _BLOCK_STEPS)
             self._blocks[key] = block, self._draw(None, coordinates.replace(step=steps, samples_before=None))
-        return [values[row] for values in self._blocks[key][1]]
+        return [values[row].clone() for values in self._blocks[key][1]]  # callers may change the draw in place
 
     def _draw(self, x0: Any, coordinates: RandomCoordinates) -> list[Tensor]:
         """Return fractions, times, weights, importance weights and their products, of the samples.
@@ -434,24 +435,54 @@ class Strategy:
     preview = preview
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resume needs.
+        """Return everything that a resume needs, as copies, and ``settings``, which `load_state_dict` compares.
 
         Losses of the current step are not included.
         """
         return {
+            "settings": self._settings(),
             "step": self.step,
             "drawn": list(self._samples),
             "sampler": self.sampler.state_dict(),
             "weighting": self.weighting.state_dict(),
         }
 
+    def _settings(self) -> dict[str, Any]:
+        """Return what the strategy and a state for it have in common, as plain values.
+
+        ``log_snr`` are ln SNR of the first, the middle and the last timestep, which differ between noise schedules.
+        """
+        sampler, weighting = parse_name(self.name)
+        log_snr = np.log(self.process.schedule.snr)
+        return {
+            "sampler": sampler,
+            "weighting": weighting,
+            "coupling": self._coupling_name,
+            "seed": self.seed,
+            "prediction": self.process.prediction,
+            "timesteps": len(log_snr),
+            "log_snr": log_snr[[0, len(log_snr) // 2, -1]].tolist(),
+        }
+
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
         """Restore a state that `state_dict` returned, with its tensors on `device`.
 
-        Losses of the current step are dropped.
+        Losses of the current step and the gradient of a trained weighting are dropped. States of versions without
+        ``settings`` are not compared.
+
+        Raises:
+            ConfigError: the state is from a strategy of another sampler, weighting, coupling, seed, prediction or
+                number of timesteps, or of a process with other noise levels. Nothing is restored.
         """
+        saved = state.get("settings", {})
+        for key, present in self._settings().items():
+            value = saved.get(key, present)
+            is_equal = np.allclose(value, present, atol=0.01) if key == "log_snr" else value == present
+            demand(is_equal, f"state: {key}", repr(value), repr(present))
         self.step, self._samples = state["step"], list(state["drawn"])
         self._micro_batches, self._indices_given = [], False
+        self._blocks.clear()
+        self.weighting.zero_grad()
         self.sampler.load_state_dict(state["sampler"], device)
         self.weighting.load_state_dict(state["weighting"], device)
 

@@ -14,6 +14,7 @@ With several processes everything is computed for the global batch: each rank me
 equal policies, queues and S.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +86,10 @@ class Adaptive(MeasuresNetwork, Sampler):
         self.features = torch.from_numpy(((np.arange(count) + 0.5) * timesteps / count).astype(np.int64))
         cap = np.inf if self.c_max is None else self.c_max
         self.coefficients = torch.from_numpy(np.minimum(schedule.vlb, cap))
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the state before the first batch."""
         self.policy: Any = None  # a `Policy` and its Adam, from the first batch on
         self.optimizer: Any = None
         self.changes: list[Tensor] = []  # the queue: feature vectors delta, float64 (count,), on the CPU
@@ -320,7 +325,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         """
         if self.policy is None:
             return {}
-        return {
+        state = {
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "queue": torch.stack(self.changes) if self.changes else None,
@@ -329,14 +334,17 @@ class Adaptive(MeasuresNetwork, Sampler):
             "reward": (self.reward_mean, self.reward_scale),
             "last_reward": self._reward,
         }
+        return copy.deepcopy(state)  # the policy and the optimizer return the tensors that they update
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
-        """Restore a state that `state_dict` returned; an empty state changes nothing.
+        """Restore a state that `state_dict` returned; an empty state restores the initial one.
 
         The policy is built on `device`, with the number of channels in the state. The queue and S stay on the CPU.
         """
+        self.reset()
         if not state:
             return
+        state = copy.deepcopy(state)  # the optimizer keeps the tensors that it loads
         weight = state["policy"]["convolutions.0.weight"]
         self._build(weight.shape[1], torch.device(device), weight.dtype).load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])

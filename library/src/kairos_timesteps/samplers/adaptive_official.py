@@ -38,6 +38,10 @@ class AdaptiveOfficial(Adaptive):
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self.density_scale = schedule.timesteps / (schedule.timesteps - 1)
+
+    def reset(self) -> None:
+        """Set the state before the first batch, with S = {0, 1, 2} by default."""
+        super().reset()
         self.reward_timesteps = torch.arange(self.selected)
 
     def to_fraction(self, u: Tensor) -> Tensor:

@@ -76,11 +76,12 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         return np.maximum(values, 0.0)
 
     def restored(self) -> None:
-        """Set the density that follows from the values of the bins, once there are enough measurements.
+        """Set the density that follows from the values of the bins.
 
-        The density is the prior if no mass is above 0.
+        The density is the prior before there are enough measurements, or if no mass is above 0.
         """
         if self.updates < self.start:
+            self.set_masses(self.prior.masses())
             return
         edged = np.concatenate([self._values[:1], self._values, self._values[-1:]])
         smooth = (edged[:-2] + 2 * edged[1:-1] + edged[2:]) / 4

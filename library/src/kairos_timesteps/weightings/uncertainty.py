@@ -1,5 +1,6 @@
 """Learned uncertainty of EDM2: a weighting that is trained together with the network."""
 
+import copy
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -103,11 +104,12 @@ class Uncertainty(Learned, Weighting):
 
     def state_dict(self) -> dict[str, Any]:
         """Return u and the state of its optimizer."""
-        return {"linear": self.linear.detach().clone(), "optimizer": self.optimizer.state_dict()}
+        # the optimizer returns the tensors that it updates
+        return {"linear": self.linear.detach().clone(), "optimizer": copy.deepcopy(self.optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
         """Restore a state that `state_dict` returned."""
         self._move(device)
         with torch.no_grad():
             self.linear.copy_(state["linear"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it keeps the tensors that it loads

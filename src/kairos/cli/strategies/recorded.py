@@ -161,7 +161,11 @@ def _view_of_checkpoint(
     name = f"{sampler['name']}+{weighting['name']}"
     strategy = Strategy(name, process, sampler=but_name(sampler), weighting=but_name(weighting))
     try:
-        strategy.load_state_dict(content["strategy"])
+        state = content["strategy"]
+        settings = dict(state.get("settings", {}))
+        for name_of_setting in ("seed", "coupling"):  # the table does not depend on these
+            settings.pop(name_of_setting, None)
+        strategy.load_state_dict({**state, "settings": settings})
         columns = strategy.table()
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         expected = f"{name} with T = {process.schedule.timesteps}"
