@@ -200,7 +200,6 @@ def test_change_aware_rejects_lambdas_with_negative_weights(lam):
         ({"name": "speed", "tau": 10, "r": 5}, "one of them"),
         ({"name": "log_normal", "s": 0}, "s: got 0"),
         ({"name": "uniform", "start": 5, "end": 5}, "start < end"),
-        ({"name": "uniform", "end": 10, "importance": True}, "never drawn"),
         ({"name": "mode", "m": 1.8}, r"m: got 1.8, allowed: number >= -1 and <= 1.75"),
         ({"name": "speed", "points": "grid"}, "one of random, stratified, systematic, sobol, epochs"),
         ({"name": "adaptive", "points": "sobol"}, "unknown option 'points'"),

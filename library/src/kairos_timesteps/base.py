@@ -222,7 +222,7 @@ class Sampler(Stateful):
             return bisect(lambda u: self.cdf_with_floor(u, **context), p)
         return self.quantile(p, **context)
 
-    def transform(self, uniform: Values, **context: Any) -> Values:
+    def draw_from_uniform(self, uniform: Values, **context: Any) -> Values:
         """Map uniform numbers to draws: a share `floor` of them stays uniform, the others go through `map_uniform`."""
         if not self.floor:
             return self.map_uniform(uniform, **context)
@@ -265,7 +265,7 @@ class Sampler(Stateful):
         """
         self.check_context(coordinates.context)
         context = coordinates.arguments(self.context_names)
-        return self.transform(self.uniforms(coordinates), **context).clip(0.0, 1.0 - 2**-53)
+        return self.draw_from_uniform(self.uniforms(coordinates), **context).clip(0.0, 1.0 - 2**-53)
 
     def check_context(self, context: Mapping[str, Any]) -> None:
         """Check context as the caller passes it; samplers that restrict its values override it.
@@ -313,6 +313,19 @@ class FixedDensity(Sampler):
     """Base of samplers whose density does not learn."""
 
     points: str = option("random", "uniform numbers that draws are made from", choices=POINTS)
+
+    def has_mass(self, low: float, high: float) -> bool:
+        """Return True if the density has mass between two fractions, at the beginning and the end of a curriculum.
+
+        True is also the result if the density requires further context.
+        """
+        if self.floor or self.requires_context:
+            return True
+        for step in (0, 10**12) if "step" in self.context_names else (0,):
+            first, last = self.cdf_with_floor(np.array([low, high]), step=step)
+            if not last > first:
+                return False
+        return True
 
 
 class TableDensity(Sampler):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kairos_timesteps.diffusion.schedule import (
     CELLS,
+    CONTINUOUS,
     ENDS,
     PREDICTIONS,
     SCHEDULES,
@@ -103,11 +104,17 @@ class Process(Component):
 
     @functools.cached_property
     def schedule(self) -> NoiseSchedule:
-        """The process cut into cells of equal fractions, by their centres."""
+        """The process cut into cells of equal fractions, by their centres.
+
+        Its name is that of the process of kairos that this one is or derives from, else ``continuous``: the name of
+        a user's class may be that of a noise schedule.
+        """
         t = self.times((np.arange(CELLS) + 0.5) / CELLS)
         signal, noise = self.coefficients(t)
         cut = NoiseSchedule.of_alphas_cumprod(signal**2 / (signal**2 + noise**2))
-        return NoiseSchedule(cut.betas, name=type(self).__name__.lower(), cell_times=t)
+        names = [cls.__name__.lower() for cls in type(self).__mro__ if cls.__module__ == __name__]
+        name = next((name for name in names if name in CONTINUOUS), "continuous")
+        return NoiseSchedule(cut.betas, name=name, cell_times=t)
 
     def snr(self, t: Values) -> Values:
         """Return the signal-to-noise ratio, elementwise."""

@@ -207,5 +207,5 @@ def check_convergence(tau: int | None, r: float | None, timesteps: int, schedule
 
 def check_published_form(tau: int | None, timesteps: int, schedule: str) -> None:
     """Reject continuous processes: SpeeD's public code is defined for discrete ones; raises ConfigError."""
-    demand(schedule not in CONTINUOUS, "process", schedule, "discrete, as in the public code")
+    demand(schedule not in (*CONTINUOUS, "continuous"), "process", schedule, "discrete, as in the public code")
     check_convergence(tau, None, timesteps, schedule)
