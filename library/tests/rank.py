@@ -82,9 +82,8 @@ def observe_one_of_two_micro_batches(name, ranks_of_batch):
             draw = strategy.draw(images[rows.start : rows.stop], index=rows, total=8)
             strategy.loss(draw, 1 + draw.fractions.sin())
             draws.append(draw)
-        with strategy.observe(draws[:1], network):
-            with torch.no_grad():
-                network.body[0].bias += 0.01
+        with strategy.observe(draws[:1], network), torch.no_grad():
+            network.body[0].bias += 0.01
     return strategy.state_dict()["sampler"]
 
 

@@ -322,7 +322,7 @@ def test_batches_from_one_component_are_rejected_within_other_densities(name, op
 
 def test_a_ramp_longer_than_the_time_between_two_starts_is_rejected():
     parts = [{"name": "uniform", "start": start} for start in (0, 100_000, 100_010)]
-    with pytest.raises(ConfigError, match="ramp: got 100.0, allowed: at most 10"):
+    with pytest.raises(ConfigError, match=r"ramp: got 100\.0, allowed: at most 10"):
         flow_sampler("schedule", parts=parts, ramp=100)
     for step in range(99_900, 100_100, 7):
         assert flow_sampler("schedule", parts=parts, ramp=10).cdf(np.ones(1), step=step) == pytest.approx(1)
@@ -335,7 +335,10 @@ def test_a_ramp_longer_than_the_time_between_two_starts_is_rejected():
     "density",
     [
         {"name": "schedule", "parts": [{"name": "uniform", "start": 0}, {"name": "range", "high": 0.5, "start": 9}]},
-        {"name": "by_group", "parts": [{"name": "uniform", "group": "a"}, {"name": "range", "high": 0.5, "group": "b"}]},
+        {
+            "name": "by_group",
+            "parts": [{"name": "uniform", "group": "a"}, {"name": "range", "high": 0.5, "group": "b"}],
+        },
         {"name": "clts", "mu": 0.1, "s": 0.01},
         {"name": "shift", "alpha": 1.0, "density": {"name": "clts", "mu": 0.1, "s": 0.01}},
         {"name": "mixture", "parts": [{"name": "uniform", "share": 0}, {"name": "range", "high": 0.5, "share": 1}]},
@@ -380,3 +383,29 @@ def test_importance_weights_of_timesteps_that_are_never_drawn_are_rejected(name,
     shifted = {"name": "shift", "law": "exponential"}  # requires context, so p(t) is unknown
     with pytest.raises(ConfigError, match="importance: got true, allowed: false with a range"):
         make_strategy("range", importance=True, low=0.5, density=shifted)
+
+
+@pytest.mark.parametrize("name", [*FIXED, "adaptive", "loss_second_moment", "loss_rms"])
+@pytest.mark.parametrize("total", [None, 8])
+def test_an_empty_batch_has_an_empty_draw(name, total):
+    strategy = make_strategy(name)
+    draw = strategy.draw(torch.zeros(0, 1, 4, 4), total=total, index=None if total is None else range(3, 3))
+    assert len(draw.t) == len(draw.weights) == 0
+    strategy.loss(draw, torch.zeros(0))
+    with strategy.observe(draw, torch.nn.Conv2d(1, 1, 1)):
+        pass
+    assert strategy.table()["p"].sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ["speed_official", "speed_v1"])
+def test_previews_keep_the_batch_size_and_a_resume_restores_it(name):
+    strategy, resumed = make_strategy(name), make_strategy(name)
+    strategy.draw(BATCH)
+    p = strategy.table()["p"]
+    strategy.preview(draws=300, batch=3)
+    strategy.sample(5)
+    assert np.array_equal(strategy.table()["p"], p)
+    assert not np.array_equal(resumed.table()["p"], p)
+    resumed.load_state_dict(strategy.state_dict())
+    assert np.array_equal(resumed.table()["p"], p)
+    resumed.load_state_dict({**strategy.state_dict(), "sampler": {}})  # as saved by earlier versions

@@ -393,6 +393,17 @@ def test_the_learned_uncertainty_ignores_losses_that_are_not_finite(bad):
     assert strategy.weighting.linear.isfinite().all()
 
 
+def test_the_learned_uncertainty_is_float32_under_autocast():
+    strategy = Strategy("edm2", "linear", timesteps=50)
+    with torch.no_grad():
+        strategy.weighting.linear.fill_(0.1)
+    fractions = torch.linspace(0, 0.99, 20, dtype=torch.float64)
+    u, expected = strategy.weighting.uncertainty(fractions), strategy.weighting.expected()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(strategy.weighting.uncertainty(fractions), u)
+        assert torch.equal(strategy.weighting.expected(), expected)
+
+
 def test_missing_networks_losses_and_image_dimensions_are_reported():
     x0 = torch.zeros(4, 1, 3, 3)
     strategy = Strategy("adaptive")

@@ -294,5 +294,5 @@ def test_the_name_of_a_users_class_does_not_decide_what_a_process_is():
         for strategy in ("speed_official", "speed_v1", "change_aware_official"):
             with pytest.raises(ConfigError, match=f"process: got {name}, allowed: discrete"):
                 kairos_timesteps.Strategy(strategy, process)
-        with pytest.raises(ConfigError, match="r: got 5.0 with schedule"):
+        with pytest.raises(ConfigError, match=r"r: got 5\.0 with schedule"):
             kairos_timesteps.Strategy("speed", process, sampler={"r": 5.0})

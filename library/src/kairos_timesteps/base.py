@@ -34,7 +34,8 @@ class Observation:
         step: training step from 0.
         x0: images, (batch, ...); None if those of micro-batches have different shapes.
         fractions: draws for `x0`, float64 (batch,) or (batch, times).
-        losses: losses of the draws times the weighting's weights, without importance weights, shape of `fractions`;
+        losses: losses of the draws times the weighting's weights, shape of `fractions`. They are without importance
+            weights, and without factors that are trained or depend on a sample's own loss (``edm2``, ``robust``).
             None if `Strategy.loss` was not called.
         errors: unweighted squared errors of the draws, shape of `fractions`; None if `Strategy.loss` was not called.
         meter: a `Meter` that measures losses and gradients of the network; None for components that do not need one.
@@ -433,13 +434,18 @@ class Weighting(Stateful):
         return np.asarray(self(self.schedule.snr, step))
 
     def restored(self) -> None:
+        """Drop the table of weights after `load_state_dict`."""
+        self.invalidate_table()
+
+    def invalidate_table(self) -> None:
         """Drop the table of weights that `at` keeps. Weightings that learn call this after every change."""
         self._table = None
 
     def at(self, process: "Process", t: Tensor, step: Any = 0) -> Tensor:
         """Return the factors at times of a process, float32, on the device of the times.
 
-        Factors of a discrete process are kept in a table until `restored` is called, unless they depend on the step.
+        Factors of a discrete process are kept in a table until `invalidate_table` is called, unless they depend on the
+        step.
         """
         if t.is_floating_point() or self.depends_on_step:
             return self(process.snr(t).double(), step).float()

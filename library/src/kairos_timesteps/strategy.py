@@ -32,7 +32,7 @@ from kairos_timesteps.lookup import build_pair, parse_name, table
 from kairos_timesteps.meter import Meter
 from kairos_timesteps.monitoring import preview
 from kairos_timesteps.numeric import Array, on_device
-from kairos_timesteps.options import instead
+from kairos_timesteps.options import allowed_names_hint
 from kairos_timesteps.randomness import Device, Step, Stream
 from kairos_timesteps.registry import split
 
@@ -186,7 +186,7 @@ class Strategy:
         """
         for key in context:
             if key not in self._context_names:
-                raise ConfigError(f"draw: unknown context {key!r}{instead(key, self._context_names)}")
+                raise ConfigError(f"draw: unknown context {key!r}{allowed_names_hint(key, self._context_names)}")
         sampler_name = self.name.partition("+")[0]
         allowed = f"False: sampler {sampler_name} has one density per image"
         demand(not (shared_time and self.sampler.per_image), "draw(shared_time=)", "True", allowed)
@@ -364,9 +364,8 @@ class Strategy:
             learned_rows = self._rows_to_learn_from()
             observation = _select_rows(observation, learned_rows, self.group)
             conditions = conditions and {name: values[learned_rows] for name, values in conditions.items()}
-        elif isinstance(self.sampler, MeasuresNetwork) and self._indices_given:
-            if distributed.ranks(self.group) > 1 and self.sampler.measures_in_step(observation.step):
-                observation = _without_gaps(observation, self.group)
+        elif self._measures_given_indices(observation.step):
+            observation = _without_gaps(observation, self.group)
         if measures:
             assert observation.x0 is not None  # `_observation` rejects several shapes
             meter = Meter(
@@ -381,6 +380,12 @@ class Strategy:
         self._micro_batches = []
         self.step, self._samples = self.step + 1, [0, sum(self._samples)]
         self._indices_given = False
+
+    def _measures_given_indices(self, step: int) -> bool:
+        """Return True if the sampler measures the network in a step of several ranks with `index` from the caller."""
+        if not isinstance(self.sampler, MeasuresNetwork) or not self._indices_given:
+            return False
+        return distributed.ranks(self.group) > 1 and self.sampler.measures_in_step(step)
 
     def _observation(self, last: Draw) -> Observation:
         """Join the draws of the current step whose errors are known; without any, return the draw `last` alone.

@@ -72,14 +72,14 @@ class Process(Component):
         time_scale: the network is called with `embedded` times this, so that its sinusoids resolve it.
     """
 
-    outside: ClassVar[dict[str, Any]] = {}  # defaults outside of an experiment, where they differ
+    library_defaults: ClassVar[dict[str, Any]] = {}  # defaults without an experiment, where they differ
     prediction = ""
     time_symbol = "t"
     time_scale: float = 1.0
 
     def __init__(self, options: Any = None, prediction: str = "epsilon", **options_by_name: Any):
         where = f"process {type(self).__name__.lower()}"
-        super().__init__(options or parse(type(self), {**self.outside, **options_by_name}, where))
+        super().__init__(options or parse(type(self), {**self.library_defaults, **options_by_name}, where))
         self.prediction = self.prediction or prediction
 
     @overload
@@ -254,7 +254,7 @@ class Edm(Process):
     negated: bool = option(False, "the network's output is subtracted (v_prediction of diffusers' EDM schedulers)")
 
     prediction, time_symbol = "x0", "sigma"
-    outside: ClassVar = {"sigma_data": 0.5, "time_scale": 1.0}
+    library_defaults: ClassVar = {"sigma_data": 0.5, "time_scale": 1.0}
 
     def __init__(self, options: Any = None, prediction: str = "", **options_by_name: Any):
         super().__init__(options, prediction, **options_by_name)
@@ -323,7 +323,7 @@ class Flow(Process):
     time_scale: float = option(1000.0, "factor of t in the network's time input", gt=0)
 
     prediction = "flow"
-    outside: ClassVar = {"time_scale": 1.0}
+    library_defaults: ClassVar = {"time_scale": 1.0}
 
     def times(self, fractions: Values) -> Values:
         """Return the times by SD3's shift, s u/(1 + (s - 1) u), at least 1e-5 from 0 and 1, where no SNR exists."""

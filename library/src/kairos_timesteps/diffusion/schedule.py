@@ -169,7 +169,9 @@ def linear_coefficients(schedule: NoiseSchedule) -> tuple[float, float]:
 
 
 def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
-    """Return the real-valued timestep tau after which 1/alpha-bar exceeds r, SpeeD's magnitude (theorem 1).
+    """Return the real-valued timestep tau of SpeeD's magnitude r, by the closed form of theorem 1.
+
+    In its continuous time 1/alpha-bar exceeds r after tau; the discrete 1/alpha-bar does so a few timesteps earlier.
 
     Raises:
         ConfigError: the schedule is not linear; the closed form holds for linear schedules alone.

@@ -14,7 +14,7 @@ from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.lazy import torch
 from kairos_timesteps.numeric import Array, Tables, Values, bisect, integers, interp, namespace, same_kind, spline
-from kairos_timesteps.options import but_name, dump, option, parse
+from kairos_timesteps.options import dump, option, options_without_name, parse
 from kairos_timesteps.registry import SAMPLERS, sampler, split
 
 
@@ -42,7 +42,7 @@ def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
     sampler_class = SAMPLERS.entry(component["name"], where).component
     if not issubclass(sampler_class, FixedDensity):
         raise rejection(f"{where}.name", component["name"], "samplers of a fixed density")
-    option_values = {key: value for key, value in but_name(dict(component)).items() if key not in extra}
+    option_values = {key: value for key, value in options_without_name(dict(component)).items() if key not in extra}
     options = parse(sampler_class, option_values, where)
     demand(not options.importance, f"{where}.importance", "true", "false; set it for the whole sampler")
     allowed = "random; the whole sampler has points, its components do not"
@@ -343,7 +343,6 @@ class Shift(Transformed):
         v: Values = u / (alpha - (alpha - 1) * u)
         return v
 
-
     def has_mass(self, low: float, high: float) -> bool:
         """Return True if the density has mass between two fractions, or if the shift depends on the sample."""
         return self.law != "constant" or super().has_mass(low, high)
@@ -353,7 +352,8 @@ class Combined(Composed):
     """Base of samplers that combine several densities, each with a share of the draws.
 
     A uniform number picks the component by cumulative share and, rescaled to [0, 1) within it, draws from it. Even
-    points are therefore even within every component.
+    points are therefore even within every component. `by_group` is the exception: the points of a group's samples are
+    a random part of the even points of the batch.
     """
 
     parts: Any

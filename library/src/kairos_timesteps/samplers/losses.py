@@ -111,7 +111,8 @@ class LossSecondMoment(FollowsLosses):
         number = torch.arange(len(cells), device=cells.device)
         # new losses of a timestep replace its oldest ones; number - first counts those of this step
         slot = (self._counts[cells.clamp(max=timesteps - 1)] + number - first) % self.history
-        kept = is_finite & (end - number <= self.history)  # if a timestep has more new losses, its last ones: each has its own slot
+        # if a timestep has more new losses, its last ones: each has its own slot
+        kept = is_finite & (end - number <= self.history)
         target = torch.where(kept, cells * self.history + slot, self._losses.numel())
         # a further entry at the end takes the losses that are not kept
         extended = torch.cat([self._losses.flatten(), losses[:1]]).scatter(0, target, losses[order])

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,7 +61,13 @@ class Uncertainty(Learned, Weighting):
 
     def expected(self) -> Tensor:
         """Return u of every timestep, (T,)."""
-        return self._features @ self.linear
+        return self._linear_in(self._features)
+
+    def _linear_in(self, features: Tensor) -> Tensor:
+        """Return u of features (..., channels), float32 also under autocast."""
+        kind = features.device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+            return features @ self.linear
 
     def weights(self, step: Any = 0) -> Array:
         """Return w/exp(u) of every timestep, float64 (T,)."""
@@ -70,7 +77,7 @@ class Uncertainty(Learned, Weighting):
     def uncertainty(self, fractions: Tensor) -> Tensor:
         """Return u at fractions of the process, float32, shape and device of `fractions`."""
         self._move(fractions.device)
-        return self._features[self.schedule.cells(fractions)] @ self.linear
+        return self._linear_in(self._features[self.schedule.cells(fractions)])
 
     def at(self, process: "Process", t: Tensor, step: Any = 0) -> Tensor:
         """Return w/exp(u) at times of a process, float32, for measurements; never cached, because u is trained."""
