@@ -106,8 +106,8 @@ class Process(Component):
     def schedule(self) -> NoiseSchedule:
         """The process cut into cells of equal fractions, by their centres.
 
-        Its name is that of the process of kairos that this one is or derives from, else ``continuous``: the name of
-        a user's class may be that of a noise schedule.
+        Its name is the name of the kairos process that this one is or derives from. For other processes it is
+        ``continuous``, because the name of a user's class may be that of a noise schedule.
         """
         t = self.times((np.arange(CELLS) + 0.5) / CELLS)
         signal, noise = self.coefficients(t)

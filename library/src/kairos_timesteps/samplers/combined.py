@@ -427,8 +427,9 @@ class Mixture(Combined):
 
     def has_mass(self, low: float, high: float) -> bool:
         """Return True if a component with a share has mass; with ``per: batch``, if all of them do."""
-        found = [component.has_mass(low, high) for component, share in zip(self.components, self.values) if share]
-        return bool(self.floor) or (all(found) if self.per == "batch" else any(found))
+        components = [component for component, share in zip(self.components, self.values) if share]
+        has_mass = [component.has_mass(low, high) for component in components]
+        return bool(self.floor) or (all(has_mass) if self.per == "batch" else any(has_mass))
 
 
 @sampler("by_group", "a density for each group of the data set")

@@ -25,8 +25,8 @@ class Speed(FixedDensity):
 
     $$p(t) = \frac{1}{k \tau + T - \tau} \cdot \begin{cases} k & t < \tau \\ 1 & t \ge \tau \end{cases}$$
 
-    ``tau`` defaults to 0.7 T (the paper's 700 of 1000). With ``r`` it is the timestep of theorem 1, rounded up, whose
-    closed form is off by a few timesteps: r = 100 gives 677, and 1/alpha-bar first exceeds 100 at timestep 673.
+    ``tau`` defaults to 0.7 T (the paper's 700 of 1000). With ``r`` it is the result of theorem 1, rounded up. This
+    closed form is a few timesteps late: r = 100 gives 677, and 1/alpha-bar first exceeds 100 at timestep 673.
 
     Raises:
         ConfigError: tau is not before the end of the process.
