@@ -92,6 +92,11 @@ def test_method_names_that_are_no_folder_names_are_rejected(name):
             r"methods.speed.sampler.tau: got 1000, allowed: 1 to",
         ),
         ("methods.speed.sampler", {"name": "speed", "r": 5}, r"methods.speed.sampler.r: got 5.0 with schedule cosine"),
+        (
+            "methods.speed.sampler",
+            {"name": "uniform", "end": 10, "importance": True},
+            r"methods.speed: sampler uniform.importance: got true, but .* timesteps are never drawn",
+        ),
         ("methods.a", {"sampler": {"name": "adaptive", "selected": 200}}, r"selected: got 200, allowed: 1 to 100, the"),
         ("methods.floor", {}, r"method name 'floor'"),
         ("methods", {}, r"methods: got {}, allowed: .*at least 1"),

@@ -98,7 +98,8 @@ def resolve_combination(combination: dict) -> dict:
     sampler = SAMPLERS[combination["sampler"]].component.options
     row = dict(combination)
     row["points"] = combination["points"] if "points" in sampler else "random"
-    row["importance"] = combination["importance"] and "importance" in sampler
+    # a list never draws most timesteps, so importance weights are rejected
+    row["importance"] = combination["importance"] and "importance" in sampler and combination["sampler"] != "listed"
     if LOSSES[combination["loss"]].trains_variance:
         row["process"] = "learned variance"
     if LOSSES[combination["loss"]].masks_tokens:

@@ -22,7 +22,7 @@ from kairos.models.settings import BACKBONES
 from kairos_timesteps.base import Cost, MeasuresNetwork, Sampler
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
-from kairos_timesteps.options import but_name
+from kairos_timesteps.options import options_without_name
 from kairos_timesteps.registry import Entry
 from kairos_timesteps.strategy import Strategy
 from marks import mark_long
@@ -123,7 +123,7 @@ class CountingNetwork(nn.Module):
 def test_the_cost_of_every_sampler_equals_its_forward_passes(sampler: str, batch: int) -> None:
     """`Sampler.cost` equals the number of samples that pass through the network per period, after the warm-up."""
     plain = experiment({"m": {"sampler": sampler}}, training__batch_size=batch)
-    options = but_name(plain["methods"]["m"]["sampler"])
+    options = options_without_name(plain["methods"]["m"]["sampler"])
     diffusion = plain["diffusion"]
     strategy = Strategy(sampler, make_process(diffusion["process"], diffusion["prediction"]), sampler=options)
     network, x0, period = CountingNetwork(), torch.zeros(batch, 3, 2, 2), getattr(strategy.sampler, "frequency", 1)

@@ -11,7 +11,7 @@ from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.time_convention import TimeConvention
 from small_loop import IMAGES, TinyNetwork
-from specifications import Call, Specification, but_name, context_of
+from specifications import Call, Specification, context_of, options_without_name
 
 LEARNED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.component, Learned))
 MEASURING = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.component, MeasuresNetwork))
@@ -63,7 +63,10 @@ class Trainer:
         self.timesteps, self.draws, self.cleared, self.batches = None, [], True, 0
         self.t, self.losses = [], []
         if attached:
-            options = dict(sampler=but_name(specification.sampler), weighting=but_name(specification.weighting))
+            options = dict(
+                sampler=options_without_name(specification.sampler),
+                weighting=options_without_name(specification.weighting),
+            )
             name, process = self.strategy.name, self.strategy.process
             predict = self.predict if name.split("+")[0] in MEASURING else None
             self.timesteps = attach(

@@ -61,3 +61,31 @@ def train(name):
         with strategy.observe(draw, module, optimizer):
             optimizer.step()
     return {"t": draws, "state": strategy.state_dict(), "network": network.state_dict()}
+
+
+def observe_one_of_two_micro_batches(name, ranks_of_batch):
+    """Return the state of a sampler after steps whose second micro-batch has no loss, on any number of ranks.
+
+    The micro-batches that count are rows 0 to 3 of a global batch of 8, whatever the number of ranks.
+    """
+    torch.manual_seed(0)
+    network = Network().double()
+    options = {"frequency": 1, "start": 1, "feature_timesteps": 5, "bins": 4, "min_count": 1, "floor": 0.1}
+    fields = SAMPLERS[name].component.options
+    strategy = Strategy(name, "cosine", timesteps=20, sampler={k: v for k, v in options.items() if k in fields})
+    images = torch.randn(8, 2, 4, 4, dtype=torch.float64)
+    count = 4 // ranks_of_batch
+    for _ in range(4):
+        draws = []
+        for begin in (0, 4):  # first sample of the micro-batch in the global batch
+            rows = range(begin + rank() * count, begin + (rank() + 1) * count)
+            draw = strategy.draw(images[rows.start : rows.stop], index=rows, total=8)
+            strategy.loss(draw, 1 + draw.fractions.sin())
+            draws.append(draw)
+        with strategy.observe(draws[:1], network), torch.no_grad():
+            network.body[0].bias += 0.01
+    return strategy.state_dict()["sampler"]
+
+
+def observe_half_of_all(names, ranks_of_batch):
+    return {name: observe_one_of_two_micro_batches(name, ranks_of_batch) for name in names}

@@ -23,7 +23,7 @@ import kairos_timesteps.weightings.fixed
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import POINTS
-from kairos_timesteps.options import Option, but_name
+from kairos_timesteps.options import Option, options_without_name
 from kairos_timesteps.registry import Registry
 from kairos_timesteps.samplers.adaptive import Adaptive
 from kairos_timesteps.samplers.fixed import Clts
@@ -108,7 +108,8 @@ class Specification:
     def __repr__(self) -> str:
         name = f"{self.sampler['name']}+{self.weighting['name']}"
         process = f"{self.process!r}, timesteps={self.timesteps}, prediction={self.prediction!r}"
-        return f"Strategy({name!r}, {process}, sampler={but_name(self.sampler)}, weighting={but_name(self.weighting)})"
+        sampler, weighting = options_without_name(self.sampler), options_without_name(self.weighting)
+        return f"Strategy({name!r}, {process}, sampler={sampler}, weighting={weighting})"
 
     def build(self, **more: Any) -> Strategy:
         """Build the strategy with further arguments of `Strategy`."""
@@ -117,8 +118,8 @@ class Specification:
             self.process,
             timesteps=self.timesteps,
             prediction=self.prediction,
-            sampler=but_name(self.sampler),
-            weighting=but_name(self.weighting),
+            sampler=options_without_name(self.sampler),
+            weighting=options_without_name(self.weighting),
             **more,
         )
 
@@ -137,7 +138,7 @@ class Specification:
         """Names of the context that a draw requires."""
         by_epochs = self.sampler.get("points") == "epochs"
         name = self.sampler["name"]
-        required = SAMPLERS[name].component.required_context(SAMPLERS.parse(name, but_name(self.sampler)))
+        required = SAMPLERS[name].component.required_context(SAMPLERS.parse(name, options_without_name(self.sampler)))
         return required | ({"item", "items", "epoch"} if by_epochs else set())
 
     def holds(self, key: str, value: Any) -> bool:

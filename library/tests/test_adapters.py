@@ -199,3 +199,16 @@ def test_a_schedule_takes_two_or_more_numbers_that_fall_within_0_and_1(values):
     assert NoiseSchedule.of_alphas_cumprod(np.array([0.9, 0.1])).timesteps == 2
     with pytest.raises(ConfigError, match="alphas_cumprod"):
         NoiseSchedule.of_alphas_cumprod(np.array(values))
+
+
+@pytest.mark.parametrize(
+    "scheduler", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler", "DDIMScheduler"]
+)
+def test_schedulers_of_zero_terminal_snr_have_finite_weights(diffusers, scheduler):
+    built = getattr(diffusers, scheduler)(beta_schedule="scaled_linear", rescale_betas_zero_snr=True)
+    process = as_process(built, prediction="v")
+    snr = process.schedule.snr
+    assert 0 < snr[-1] < snr[-2] and np.isfinite(np.log(snr)).all()
+    np.testing.assert_allclose(process.schedule.alphas_cumprod[:-1], built.alphas_cumprod[:-1], rtol=1e-5)
+    for name in ("auto", "uniform+vlb", "uniform+edm2", "uniform+sigmoid", "info_noise"):
+        assert np.isfinite(kairos_timesteps.Strategy(name, built, prediction="v").table()["effective"]).all()

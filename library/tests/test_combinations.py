@@ -26,11 +26,11 @@ from specifications import (
     Call,
     Context,
     Specification,
-    but_name,
     calls,
     components_of,
     context_of,
     examples,
+    options_without_name,
     samplers,
     specifications,
     weightings,
@@ -714,7 +714,7 @@ GROUPED = [
 )
 def test_groups_that_do_not_exist_are_rejected(sampler, device, group, value):
     """A batch on the device meta stands for one on a GPU: the groups are on the CPU."""
-    strategy = kairos_timesteps.Strategy(sampler["name"], "flow", sampler=but_name(sampler))
+    strategy = kairos_timesteps.Strategy(sampler["name"], "flow", sampler=options_without_name(sampler))
     x0 = X0.to(device)
     assert strategy.draw(x0, group=[0, 1] * 4).t.shape == (8,)
     with pytest.raises(ConfigError, match=f"group: got .*{value}.*allowed: a, b, or integers from 0 to 1"):

@@ -84,7 +84,8 @@ def test_a_range_of_every_second_sample_draws_for_these_samples():
 
 @pytest.mark.parametrize("name", FIXED)
 def test_prefetched_draws_equal_single_draws_also_after_a_resume(name, monkeypatch):
-    ahead, alone = make_strategy(name, importance=True), make_strategy(name, importance=True)
+    importance = name != "listed"  # most timesteps are never drawn from a list
+    ahead, alone = make_strategy(name, importance=importance), make_strategy(name, importance=importance)
     monkeypatch.setattr(alone, "_depends_on_step_alone", lambda coordinates: False)  # raises if there is no such method
     for step in range(20):
         draws = ahead.draw(BATCH), alone.draw(BATCH)
@@ -93,7 +94,7 @@ def test_prefetched_draws_equal_single_draws_also_after_a_resume(name, monkeypat
             with strategy.observe(draw):
                 pass
     assert not alone._blocks
-    resumed = make_strategy(name, importance=True)
+    resumed = make_strategy(name, importance=importance)
     resumed.load_state_dict(ahead.state_dict())
     assert agree(resumed.draw(BATCH), ahead.draw(BATCH))
 
@@ -285,3 +286,126 @@ def test_context_of_an_unknown_name_is_rejected():
     with pytest.raises(ConfigError, match=r"unknown context 'token'; did you mean 'tokens'\?"):
         make_strategy("uniform").draw(torch.zeros(4, 1), token=256)
     make_strategy("uniform").draw(torch.zeros(4, 1), tokens=256)  # another sampler uses it
+
+
+HALVES = [{"name": "range", "high": 0.5, "share": 1}, {"name": "range", "low": 0.5, "share": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mixture", {"parts": HALVES, "per": "batch", "floor": 0.2}),
+        ("range", {"density": {"name": "mixture", "parts": HALVES, "per": "batch"}, "cut": False, "floor": 0.2}),
+        ("shift", {"density": {"name": "mixture", "parts": HALVES, "per": "batch", "floor": 0.2}, "alpha": 1.0}),
+    ],
+)
+def test_batches_from_one_component_have_the_share_of_the_floor(name, options):
+    below = [(flow_sampler(name, **options).sample(20_000, step=step) < 0.5).double().mean() for step in range(8)]
+    assert {round(share.item(), 1) for share in below} == {0.1, 0.9}
+    assert all(min(abs(share - 0.1), abs(share - 0.9)) < 0.01 for share in below)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("range", {"density": {"name": "mixture", "per": "batch"}}),
+        ("range", {"density": {"name": "shift", "density": {"name": "mixture", "per": "batch"}}}),
+        ("schedule", {"parts": [{"name": "mixture", "per": "batch", "start": 0}]}),
+        ("by_group", {"parts": [{"name": "mixture", "per": "batch", "group": "a"}]}),
+        ("mixture", {"parts": [{"name": "mixture", "per": "batch", "share": 1}]}),
+    ],
+)
+def test_batches_from_one_component_are_rejected_within_other_densities(name, options):
+    with pytest.raises(ConfigError, match="per: batch"):
+        flow_sampler(name, **options)
+
+
+def test_a_ramp_longer_than_the_time_between_two_starts_is_rejected():
+    parts = [{"name": "uniform", "start": start} for start in (0, 100_000, 100_010)]
+    with pytest.raises(ConfigError, match=r"ramp: got 100\.0, allowed: at most 10"):
+        flow_sampler("schedule", parts=parts, ramp=100)
+    for step in range(99_900, 100_100, 7):
+        assert flow_sampler("schedule", parts=parts, ramp=10).cdf(np.ones(1), step=step) == pytest.approx(1)
+    flow_sampler("schedule", parts=parts[:2], ramp=1_000_000)  # the first density is there from the beginning
+    fractions = [{"name": "uniform", "start": start} for start in (0, 0.3, 0.6, 0.9)]
+    flow_sampler("schedule", parts=fractions, ramp=0.3, of="progress")
+
+
+@pytest.mark.parametrize(
+    "density",
+    [
+        {"name": "schedule", "parts": [{"name": "uniform", "start": 0}, {"name": "range", "high": 0.5, "start": 9}]},
+        {
+            "name": "by_group",
+            "parts": [{"name": "uniform", "group": "a"}, {"name": "range", "high": 0.5, "group": "b"}],
+        },
+        {"name": "clts", "mu": 0.1, "s": 0.01},
+        {"name": "shift", "alpha": 1.0, "density": {"name": "clts", "mu": 0.1, "s": 0.01}},
+        {"name": "mixture", "parts": [{"name": "uniform", "share": 0}, {"name": "range", "high": 0.5, "share": 1}]},
+    ],
+)
+def test_a_range_in_which_a_density_loses_its_mass_is_rejected(density):
+    with pytest.raises(ConfigError, match="an interval where the density has mass"):
+        flow_sampler("range", low=0.8, density=density)
+    flow_sampler("range", low=0.05, density=density)
+    flow_sampler("range", low=0.8, density={**density, "floor": 0.1})
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("of", [np.asarray, torch.as_tensor])
+def test_functions_of_a_density_by_group_take_groups_of_any_kind(kind, of):
+    parts = [{"name": "range", "high": 0.5, "group": "a"}, {"name": "range", "low": 0.5, "group": "b"}]
+    grouped = flow_sampler("by_group", parts=parts)
+    p, group = of(np.array([0.5, 0.5])), kind([0, 1])
+    assert grouped.quantile(p, group=group).tolist() == pytest.approx([0.25, 0.75])
+    assert grouped.cdf(p, group=group).tolist() == pytest.approx([1.0, 0.0])
+    assert grouped.quantile(p, group="b").tolist() == pytest.approx([0.75, 0.75])
+    scaled = flow_sampler("range", high=0.5, cut=False, density={"name": "by_group", "parts": parts})
+    assert scaled.quantile(p, group=group).tolist() == pytest.approx([0.125, 0.375])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("uniform", {"end": 10}),
+        ("listed", {"times": [0.5]}),
+        ("table", {"values": [0, 0, 1], "between": "cells"}),
+        ("parabola", {"weight": 30.0}),
+        ("range", {"low": 0.5}),
+        ("shift", {"density": {"name": "range", "high": 0.5}}),
+    ],
+)
+def test_importance_weights_of_timesteps_that_are_never_drawn_are_rejected(name, options):
+    with pytest.raises(ConfigError, match=r"importance: got true, but .* never drawn"):
+        make_strategy(name, importance=True, **options)
+    make_strategy(name, importance=True, floor=0.1, **options)
+    make_strategy("uniform", importance=True, end=make_strategy("uniform").sampler.schedule.timesteps)
+    shifted = {"name": "shift", "law": "exponential"}  # requires context, so p(t) is unknown
+    with pytest.raises(ConfigError, match="importance: got true, allowed: false with a range"):
+        make_strategy("range", importance=True, low=0.5, density=shifted)
+
+
+@pytest.mark.parametrize("name", [*FIXED, "adaptive", "loss_second_moment", "loss_rms"])
+@pytest.mark.parametrize("total", [None, 8])
+def test_an_empty_batch_has_an_empty_draw(name, total):
+    strategy = make_strategy(name)
+    draw = strategy.draw(torch.zeros(0, 1, 4, 4), total=total, index=None if total is None else range(3, 3))
+    assert len(draw.t) == len(draw.weights) == 0
+    strategy.loss(draw, torch.zeros(0))
+    with strategy.observe(draw, torch.nn.Conv2d(1, 1, 1)):
+        pass
+    assert strategy.table()["p"].sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ["speed_official", "speed_v1"])
+def test_previews_keep_the_batch_size_and_a_resume_restores_it(name):
+    strategy, resumed = make_strategy(name), make_strategy(name)
+    strategy.draw(BATCH)
+    p = strategy.table()["p"]
+    strategy.preview(draws=300, batch=3)
+    strategy.sample(5)
+    assert np.array_equal(strategy.table()["p"], p)
+    assert not np.array_equal(resumed.table()["p"], p)
+    resumed.load_state_dict(strategy.state_dict())
+    assert np.array_equal(resumed.table()["p"], p)
+    resumed.load_state_dict({**strategy.state_dict(), "sampler": {}})  # as saved by earlier versions

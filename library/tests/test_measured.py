@@ -330,6 +330,80 @@ def test_the_learned_uncertainty_reaches_the_logarithm_of_the_weighted_loss():
     assert strategy.table()["w"] == pytest.approx(np.exp(-wanted), rel=0.2)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["loss_second_moment", "loss_rms", "loss_mean", "info_rate", "info_noise"])
+def test_losses_that_are_not_finite_are_ignored(name, bad):
+    options = {"history": 2, "frequency": 1, "start": 1, "min_count": 1}
+    declared = SAMPLERS[name].component.options
+    options = {key: value for key, value in options.items() if key in declared}
+    all_losses, finite_losses = (make_sampler({"name": name, **options}, make_schedule("linear", 4)) for _ in range(2))
+    cells = torch.tensor([0, 1, 2, 3, 3, 0, 2, 1])
+    for step in range(4):
+        losses = torch.linspace(1, 2, 8, dtype=torch.float64) + step
+        losses[[1, 6]] = bad if step == 2 else losses[[1, 6]]
+        is_finite = losses.isfinite()
+        all_losses.add_losses(cells, losses)
+        finite_losses.add_losses(cells[is_finite], losses[is_finite])
+        p = all_losses.probabilities()
+        assert np.isfinite(p).all() and np.array_equal(p, finite_losses.probabilities())
+    state, expected = all_losses.state_dict(), finite_losses.state_dict()
+    assert all(torch.equal(torch.as_tensor(state[key]), torch.as_tensor(expected[key])) for key in expected)
+
+
+def test_a_density_of_no_finite_loss_at_all_is_uniform():
+    sampler = make_sampler({"name": "loss_rms", "frequency": 1, "start": 1}, make_schedule("linear", 4))
+    sampler.add_losses(torch.arange(4), torch.full((4,), torch.nan, dtype=torch.float64))
+    assert sampler.probabilities() == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("name", ["auto", "gradient_norm", "gradient_variance", "first_order"])
+def test_measured_gradients_that_are_not_finite_change_nothing(name, monkeypatch):
+    strategy, network, optimizer, x0 = build(name)
+    train(strategy, network, optimizer, 8, x0)
+    before = strategy.sampler.state_dict()
+    bins = strategy.sampler.bin_count
+    monkeypatch.setattr(strategy.sampler, "measure", lambda observation: np.where(np.arange(bins), 1.0, np.nan))
+    monkeypatch.setattr(strategy.sampler, "frequency", 1)
+    train(strategy, network, optimizer, 1, x0)
+    after = strategy.sampler.state_dict()
+    assert torch.equal(before["values"], after["values"]) and before["updates"] == after["updates"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_learned_uncertainty_ignores_losses_that_are_not_finite(bad):
+    strategy, plain = (Strategy("edm2", "linear", timesteps=50) for _ in range(2))
+    x0 = torch.zeros(8, 1)
+    for step in range(3):
+        errors = torch.linspace(1, 2, 8, dtype=torch.float64)
+        draw, plain_draw = strategy.draw(x0), plain.draw(x0)
+        if step == 1:
+            errors[:4] = bad
+            loss = strategy.loss(draw, errors)
+            assert not loss.isfinite()
+            loss.backward()
+            rows = plain_draw.rows(4, 8)
+            (plain.weighted(rows, errors[4:]).sum() / 8).backward()
+        else:
+            strategy.loss(draw, errors).backward()
+            plain.loss(plain_draw, errors).backward()
+        for trained, last in ((strategy, draw), (plain, plain_draw)):
+            with trained.observe(last):
+                pass
+    torch.testing.assert_close(strategy.weighting.linear, plain.weighting.linear)
+    assert strategy.weighting.linear.isfinite().all()
+
+
+def test_the_learned_uncertainty_is_float32_under_autocast():
+    strategy = Strategy("edm2", "linear", timesteps=50)
+    with torch.no_grad():
+        strategy.weighting.linear.fill_(0.1)
+    fractions = torch.linspace(0, 0.99, 20, dtype=torch.float64)
+    u, expected = strategy.weighting.uncertainty(fractions), strategy.weighting.expected()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(strategy.weighting.uncertainty(fractions), u)
+        assert torch.equal(strategy.weighting.expected(), expected)
+
+
 def test_missing_networks_losses_and_image_dimensions_are_reported():
     x0 = torch.zeros(4, 1, 3, 3)
     strategy = Strategy("adaptive")

@@ -11,7 +11,9 @@ import kairos_timesteps
 from components_by_name import make_weighting
 from kairos_timesteps.components import WEIGHTINGS
 from kairos_timesteps.diffusion.adapters import as_process
+from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, error_ratio, make_schedule
+from kairos_timesteps.errors import ConfigError
 
 DISCRETE = {f"{s}-{p}": (lambda s=s, p=p: as_process(s, 50, p)) for s in SCHEDULES for p in PREDICTIONS}
 CONTINUOUS = {
@@ -273,3 +275,24 @@ def test_vp_has_the_integral_of_its_linear_beta():
     alphas_cumprod = torch.exp(-torch.tensor([0.646875, 2.5375, 10.05], dtype=torch.float64))
     torch.testing.assert_close(signal**2, alphas_cumprod)
     torch.testing.assert_close(noise**2, 1 - alphas_cumprod)
+
+
+def test_the_name_of_a_users_class_does_not_decide_what_a_process_is():
+    class Preconditioned(kairos_timesteps.Edm):
+        pass
+
+    class Linear(kairos_timesteps.Flow):
+        pass
+
+    class Cosine(Process):
+        prediction = "flow"
+        times, fractions = kairos_timesteps.Flow.times, kairos_timesteps.Flow.fractions
+        coefficients, shift = kairos_timesteps.Flow.coefficients, 1.0
+
+    for process, name in ((Preconditioned(), "edm"), (Linear(), "flow"), (Cosine(), "continuous")):
+        assert process.schedule.name == name
+        for strategy in ("speed_official", "speed_v1", "change_aware_official"):
+            with pytest.raises(ConfigError, match=f"process: got {name}, allowed: discrete"):
+                kairos_timesteps.Strategy(strategy, process)
+        with pytest.raises(ConfigError, match=r"r: got 5\.0 with schedule"):
+            kairos_timesteps.Strategy("speed", process, sampler={"r": 5.0})

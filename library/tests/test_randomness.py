@@ -252,3 +252,9 @@ def test_streams_steps_and_samples_are_independent():
     correlations = np.corrcoef(torch.stack(draws))
     same = np.abs(np.subtract.outer(np.arange(32), np.arange(32))) % 16 == 0
     assert np.abs(correlations[~same]).max() < 5 / n**0.5
+
+
+def test_words_on_the_cpu_do_not_depend_on_the_default_device():
+    expected = Stream(0, "timesteps").words(3, range(5), 4)
+    with torch.device("meta"):
+        assert torch.equal(Stream(0, "timesteps").words(3, range(5), 4, "cpu"), expected)

@@ -7,6 +7,7 @@ import torch
 
 import rank
 import rank_groups
+from kairos_timesteps.base import Learned
 from kairos_timesteps.components import SAMPLERS
 
 NAMES = [*sorted(SAMPLERS), "adaptive+min_snr", "uniform+coarse_to_fine", "uniform+edm2"]
@@ -50,3 +51,15 @@ def assert_close(one, other):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     else:
         assert one == other
+
+
+@pytest.mark.long
+def test_samples_without_a_loss_are_not_learned_from(tmp_path):
+    names = [name for name in sorted(SAMPLERS) if issubclass(SAMPLERS[name].component, Learned)]
+    both = rank_groups.run(rank.observe_half_of_all, tmp_path, 2, names, 2)
+    alone = rank.observe_half_of_all(names, 1)
+    for name in names:
+        with rank_groups.case(name):
+            assert file_content(both[0][name]) == file_content(both[1][name])
+            assert_close(both[0][name], alone[name])
+    assert alone["loss_rms"]["sums"][1].sum() == pytest.approx(4 * (1 + 0.999 + 0.999**2 + 0.999**3))

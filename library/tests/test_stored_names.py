@@ -91,7 +91,7 @@ def test_states_keep_their_keys(name):
     strategy.draw(torch.zeros(2, 1, 4, 4))
     part = strategy.weighting if name in WEIGHTINGS and name not in SAMPLERS else strategy.sampler
     assert part.state_dict().keys() == STATE_KEYS[name]
-    assert strategy.state_dict().keys() == {"step", "drawn", "sampler", "weighting"}
+    assert strategy.state_dict().keys() == {"settings", "step", "drawn", "sampler", "weighting"}
 
 
 def test_no_two_classes_share_a_name():

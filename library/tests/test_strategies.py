@@ -13,7 +13,7 @@ from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.incomplete_beta import beta_cdf
 from kairos_timesteps.lookup import parse_name, table
 from kairos_timesteps.samplers.log_snr import DISTRIBUTIONS
-from kairos_timesteps.samplers.speed import meaningful_steps
+from kairos_timesteps.samplers.speed import reflection_timestep
 from kairos_timesteps.strategy import Strategy
 
 SCHEDULES = ("linear", "cosine", "quadratic")
@@ -200,7 +200,6 @@ def test_change_aware_rejects_lambdas_with_negative_weights(lam):
         ({"name": "speed", "tau": 10, "r": 5}, "one of them"),
         ({"name": "log_normal", "s": 0}, "s: got 0"),
         ({"name": "uniform", "start": 5, "end": 5}, "start < end"),
-        ({"name": "uniform", "end": 10, "importance": True}, "never drawn"),
         ({"name": "mode", "m": 1.8}, r"m: got 1.8, allowed: number >= -1 and <= 1.75"),
         ({"name": "speed", "points": "grid"}, "one of random, stratified, systematic, sobol, epochs"),
         ({"name": "adaptive", "points": "sobol"}, "unknown option 'points'"),
@@ -251,7 +250,7 @@ def test_debiased_is_capped_and_has_the_published_form_for_v():
 
 @pytest.mark.parametrize(("schedule", "m"), [("linear", 642), ("quadratic", 829), ("cosine", 959)])
 def test_speed_official_reflects_at_the_published_timestep(schedule, m):
-    assert meaningful_steps(make_schedule(schedule)) == m
+    assert reflection_timestep(make_schedule(schedule)) == m
 
 
 def test_speed_official_has_half_the_papers_tail_and_depends_on_the_batch():

@@ -105,7 +105,7 @@ class Components(UserDict[str, type[C]], Generic[C]):
             ConfigError: the name is unknown; the message lists the existing names, and the most similar one if any.
         """
         if name not in self.data:
-            alternatives = options.instead(str(name), self.data) if self.data else "; there is none"
+            alternatives = options.allowed_names_hint(str(name), self.data) if self.data else "; there is none"
             raise ConfigError(f"unknown {self.kind} {name!r}{alternatives}")
         return self.data[name]
 

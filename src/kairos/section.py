@@ -84,7 +84,7 @@ def _error_line(item: Any, model: type[BaseModel], values: Any) -> str:
     # errors about the presence of a field
     if error_type == "extra_forbidden":
         names = [name for name in section.model_fields if name != "name"] if section else []
-        hint = options.instead(str(item["loc"][-1]), names)
+        hint = options.allowed_names_hint(str(item["loc"][-1]), names)
         return f"{where}: unknown field (value {_short(value)}){hint}"
     if error_type == "missing":
         return f"{where}: is missing. It is: {meaning}"
@@ -103,7 +103,7 @@ def _error_line(item: Any, model: type[BaseModel], values: Any) -> str:
     if meaning:
         allowed += f" ({meaning})"
     if error_type.startswith(("int_", "float_")):
-        allowed += options.meant_number(value)
+        allowed += options.yaml_number_hint(value)
     return str(rejection(where, _short(value), allowed))
 
 

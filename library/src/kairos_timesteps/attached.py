@@ -299,8 +299,8 @@ class Attached:
         The draws of the current step are dropped.
 
         Raises:
-            ConfigError: the state is from another strategy, seed, convention of time, or other options, or values of it
-                are missing.
+            ConfigError: the state is from another strategy, process, prediction, seed, convention of time, or other
+                options, or values of it are missing.
         """
         for key, present in self._settings.items():
             demand(state.get(key) == present, f"state: {key}", repr(state.get(key)), repr(present))
@@ -310,9 +310,8 @@ class Attached:
             "save and load kairos_timesteps.integrations.distributed_checkpoint.PackedState(timesteps)"
         )
         demand(not missing, "state", f"no {', '.join(missing)}", allowed)
-        self._reset()
-        self.strategy.weighting.zero_grad()
         self.strategy.load_state_dict(state["strategy"], self._parameters()[0].device)
+        self._reset()
 
     def detach(self) -> None:
         """Remove the hooks from the optimizer; later training draws raise ConfigError, those of a validation work."""

@@ -7,7 +7,7 @@ discrete process. A weighting gives a factor for each sample's loss. Neither dep
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -34,7 +34,8 @@ class Observation:
         step: training step from 0.
         x0: images, (batch, ...); None if those of micro-batches have different shapes.
         fractions: draws for `x0`, float64 (batch,) or (batch, times).
-        losses: losses of the draws times the weighting's weights, without importance weights, shape of `fractions`;
+        losses: losses of the draws times the weighting's weights, shape of `fractions`. They are without importance
+            weights, and without factors that are trained or depend on a sample's own loss (``edm2``, ``robust``).
             None if `Strategy.loss` was not called.
         errors: unweighted squared errors of the draws, shape of `fractions`; None if `Strategy.loss` was not called.
         meter: a `Meter` that measures losses and gradients of the network; None for components that do not need one.
@@ -75,12 +76,13 @@ class Stateful(Component):
     """Base of components with state.
 
     Attributes:
-        state_names: names of the attributes that are the state: numbers, numpy arrays and tensors. Without leading
-            underscores they are the keys of stored states.
+        state_names: names of the attributes that are the state: numbers, numpy arrays and tensors.
+        state_keys: keys in stored states of attributes whose key is not the name without leading underscores.
         group: process group of the ranks that share the global batch; None: all ranks.
     """
 
     state_names: tuple[str, ...] = ()
+    state_keys: ClassVar[dict[str, str]] = {}
     group: distributed.Group = None
 
     def __init__(self, options: Any, schedule: NoiseSchedule):
@@ -88,11 +90,11 @@ class Stateful(Component):
         self.schedule = schedule
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resume needs, by names without leading underscores; empty without state.
+        """Return everything that a resume needs, by the keys of the attributes; empty without state.
 
         Arrays become tensors. Tensors are copies, on their device.
         """
-        state = {name.lstrip("_"): getattr(self, name) for name in self.state_names}
+        state = {self._state_key(name): getattr(self, name) for name in self.state_names}
         return {
             name: torch.as_tensor(value).clone() if hasattr(value, "shape") else value for name, value in state.items()
         }
@@ -108,11 +110,15 @@ class Stateful(Component):
         """
         demand(self.state_names or not state, f"{type(self).__name__}: state", sorted(state), "none: it has no state")
         for name in self.state_names:
-            value, present = state[name.lstrip("_")], getattr(self, name)
+            value, present = state[self._state_key(name)], getattr(self, name)
             if hasattr(value, "cpu"):
                 value = value.cpu().numpy().copy() if isinstance(present, np.ndarray) else value.to(device, copy=True)
             setattr(self, name, value)
         self.restored()
+
+    def _state_key(self, name: str) -> str:
+        """Return the key of an attribute in stored states."""
+        return self.state_keys.get(name, name.lstrip("_"))
 
     def restored(self) -> None:
         """Recompute derived values after `load_state_dict`."""
@@ -124,6 +130,10 @@ class Learned:
 
 class MeasuresNetwork(Learned):
     """Mixin of samplers that measure the network around a step: `Strategy.observe` needs the network."""
+
+    def measures_in_step(self, step: int) -> bool:
+        """Return True if the sampler measures the network in a step; samplers that measure rarely override it."""
+        return True
 
 
 class Sampler(Stateful):
@@ -213,7 +223,7 @@ class Sampler(Stateful):
             return bisect(lambda u: self.cdf_with_floor(u, **context), p)
         return self.quantile(p, **context)
 
-    def transform(self, uniform: Values, **context: Any) -> Values:
+    def draw_from_uniform(self, uniform: Values, **context: Any) -> Values:
         """Map uniform numbers to draws: a share `floor` of them stays uniform, the others go through `map_uniform`."""
         if not self.floor:
             return self.map_uniform(uniform, **context)
@@ -256,7 +266,7 @@ class Sampler(Stateful):
         """
         self.check_context(coordinates.context)
         context = coordinates.arguments(self.context_names)
-        return self.transform(self.uniforms(coordinates), **context).clip(0.0, 1.0 - 2**-53)
+        return self.draw_from_uniform(self.uniforms(coordinates), **context).clip(0.0, 1.0 - 2**-53)
 
     def check_context(self, context: Mapping[str, Any]) -> None:
         """Check context as the caller passes it; samplers that restrict its values override it.
@@ -304,6 +314,19 @@ class FixedDensity(Sampler):
     """Base of samplers whose density does not learn."""
 
     points: str = option("random", "uniform numbers that draws are made from", choices=POINTS)
+
+    def has_mass(self, low: float, high: float) -> bool:
+        """Return True if the density has mass between two fractions, at the beginning and the end of a curriculum.
+
+        True is also the result if the density requires further context.
+        """
+        if self.floor or self.requires_context:
+            return True
+        for step in (0, 10**12) if "step" in self.context_names else (0,):
+            first, last = self.cdf_with_floor(np.array([low, high]), step=step)
+            if not last > first:
+                return False
+        return True
 
 
 class TableDensity(Sampler):
@@ -411,13 +434,18 @@ class Weighting(Stateful):
         return np.asarray(self(self.schedule.snr, step))
 
     def restored(self) -> None:
+        """Drop the table of weights after `load_state_dict`."""
+        self.invalidate_table()
+
+    def invalidate_table(self) -> None:
         """Drop the table of weights that `at` keeps. Weightings that learn call this after every change."""
         self._table = None
 
     def at(self, process: "Process", t: Tensor, step: Any = 0) -> Tensor:
         """Return the factors at times of a process, float32, on the device of the times.
 
-        Factors of a discrete process are kept in a table until `restored` is called, unless they depend on the step.
+        Factors of a discrete process are kept in a table until `invalidate_table` is called, unless they depend on the
+        step.
         """
         if t.is_floating_point() or self.depends_on_step:
             return self(process.snr(t).double(), step).float()

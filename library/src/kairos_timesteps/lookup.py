@@ -8,7 +8,7 @@ import numpy as np
 from kairos_timesteps.base import Sampler, Weighting
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS, checked
 from kairos_timesteps.diffusion.processes import Process
-from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.errors import ConfigError, rejection
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import suggestion
 
@@ -57,14 +57,23 @@ def build_pair(
     if getattr(weighting_options, "sigma_data", 0) is None:
         weighting_options.sigma_data = getattr(process, "sigma_data", None)
     try:
-        return (
-            SAMPLERS[names[0]].component(sampler_options, schedule, seed),
-            WEIGHTINGS[names[1]].component(weighting_options, schedule, process.prediction),
-        )
+        built = SAMPLERS[names[0]].component(sampler_options, schedule, seed)
+        _check_importance(built, f"sampler {names[0]}")
+        return built, WEIGHTINGS[names[1]].component(weighting_options, schedule, process.prediction)
     except ConfigError:
         raise
     except ValueError as error:  # of a user's component
         raise ConfigError(str(error)) from None
+
+
+def _check_importance(sampler: Sampler, where: str) -> None:
+    """Reject importance weights if timesteps are never drawn: no weight corrects for them. Raises ConfigError."""
+    if not sampler.importance or sampler.requires_context:
+        return
+    (unreached,) = np.nonzero(sampler.probabilities() <= 0)
+    if len(unreached):
+        got = f"true, but {len(unreached)} timesteps are never drawn, such as {unreached[0]}"
+        raise rejection(f"{where}.importance", got, "false, or a floor above 0")
 
 
 def table(sampler: Sampler, weighting: Weighting, x0: Any = None, step: int = 0, **context: Any) -> dict[str, Array]:

@@ -1,6 +1,6 @@
 """Functions that numpy and torch do not share, on arrays of either; formulas are written once, for tables and devices.
 
-numpy for what is shown or checked before a job, without importing torch; torch for draws, where the batch is.
+Tables and checks use numpy, without importing torch. Draws use torch, on the batch's device.
 """
 
 import math

@@ -124,7 +124,7 @@ class Component:
         """Check options against the number of timesteps and the name of a process; see `check` for errors."""
 
 
-def but_name(component: Mapping[str, Any]) -> dict[str, Any]:
+def options_without_name(component: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a named component: everything but its name."""
     return {key: value for key, value in component.items() if key != "name"}
 
@@ -135,14 +135,14 @@ def suggestion(key: str, allowed: Collection[str]) -> str:
     return f"; did you mean {similar[0]!r}?" if similar else "."
 
 
-def instead(key: str, allowed: Collection[str]) -> str:
+def allowed_names_hint(key: str, allowed: Collection[str]) -> str:
     """Return the end of an error on an unknown name: the most similar name that exists, and all that exist."""
     return f"{suggestion(key, allowed)} Allowed: {', '.join(sorted(allowed)) or 'no options'}"
 
 
 def unknown_key(key: str, allowed: Collection[str], where: str) -> ConfigError:
     """Return the error for a key that does not exist."""
-    return ConfigError(f"{where}: unknown option {key!r}{instead(key, allowed)}")
+    return ConfigError(f"{where}: unknown option {key!r}{allowed_names_hint(key, allowed)}")
 
 
 def parse(component: type[Component], values: Mapping[str, Any], where: str = "") -> SimpleNamespace:
@@ -168,7 +168,7 @@ def parse(component: type[Component], values: Mapping[str, Any], where: str = ""
     return checked
 
 
-def meant_number(value: Any) -> str:
+def yaml_number_hint(value: Any) -> str:
     """Return a hint on a text that means a number, such as ``1e-3``, which YAML reads as text; else an empty text."""
     # YAML 1.1 reads a number with an exponent as text unless it has a decimal point and a sign of the exponent
     match = re.fullmatch(r"([-+]?\d+)(\.\d*)?(?:[eE]([-+]?)(\d+))?", value) if isinstance(value, str) else None
@@ -209,7 +209,7 @@ def _checked(value: Any, option: Option, where: str) -> Any:
         valid = all(within) and (not option.choices or converted in option.choices)
     if not valid:
         numeric = {int, float} & {option.type, *typing.get_args(option.type)}
-        raise rejection(where, repr(value), _describe(option) + (meant_number(value) if numeric else ""))
+        raise rejection(where, repr(value), _describe(option) + (yaml_number_hint(value) if numeric else ""))
     return converted
 
 

@@ -16,7 +16,7 @@ from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, bisect, sigmoid
-from kairos_timesteps.options import Component, dump, instead, option, parse
+from kairos_timesteps.options import Component, allowed_names_hint, dump, option, parse
 from kairos_timesteps.preset_table import BOUNDS, CONVENTIONS, TABLE
 from kairos_timesteps.randomness import Device
 
@@ -71,7 +71,7 @@ def preset(name: str, **options: Any) -> "Preset":
         ConfigError: a name or option is unknown, or a value is not allowed; the message lists the allowed ones.
     """
     if name not in _ROWS:
-        raise ConfigError(f"unknown preset {name!r}{instead(str(name), _ROWS)}")
+        raise ConfigError(f"unknown preset {name!r}{allowed_names_hint(str(name), _ROWS)}")
     row = _ROWS[name]
     # a class with the options of the row, by which `parse` checks names, types and bounds
     hints = {key: list[float] if isinstance(value, list) else float for key, value in row.options.items()}

@@ -1,8 +1,8 @@
 """Random numbers as functions of (seed, stream, step, index): a resumed run needs no random state.
 
-One counter-based generator, Philox4x32-10 of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". What a
-sample gets depends on its index in the global batch and not on the batch, microbatch, rank or device that asks. Streams
-are separate, and the same for all methods of a seed, so that comparisons between methods are paired.
+One counter-based generator, Philox4x32-10 of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". A
+sample's random numbers depend on its index in the global batch, not on micro-batch, rank or device. Streams are
+separate, and the same for all methods of a seed, so that comparisons between methods are paired.
 
 No library has these integers on both kinds of device: torch draws from Mersenne Twister on the CPU, and numpy's Philox
 is 4x64 and runs on the CPU only. Golden values in the tests freeze every draw.
@@ -36,7 +36,8 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)  # what the two halves of the key grow by every
 _TRIES = 7  # candidates for a Gamma variate: none is accepted with probability below 0.05**7 = 8e-10
 _AHEAD, _SMALL = 16, 2**14  # steps that are drawn at a time, where a step needs no more words than this
 _FAILED: list[Exception] = []  # of Triton in this process: its kernels are not tried again
-_KEYS: dict[tuple[int, str], Sequence[Any]] = {}  # of streams: for torch, and for numpy, what each finds fastest
+# key schedules by (seed, stream): integers for torch, arrays for numpy
+_KEYS: dict[tuple[int, str], Sequence[Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Stream:
         alpha = torch.stack((a, b), 1).detach().double().repeat_interleave(count, 0)  # (n count, 2)
         words = self.words(step, index, count * 2 * (2 * _TRIES + 1), alpha.device)
         axes = words.shape[:-2]  # (steps,) of a range of steps, otherwise ()
-        words = words.reshape(*axes, len(alpha), 2, -1)
+        words = words.reshape(*axes, len(alpha), 2, 2 * _TRIES + 1)  # no -1: a batch may be empty
         z, log_u = _normal(words[..., :_TRIES]), _open(words[..., _TRIES:]).log_()
         d = alpha[..., None] + 2 / 3  # of Gamma(a + 1), which times u^(1/a) is Gamma(a)
         log_v = (1 + z / (9 * d).sqrt()).clamp(min=1e-30).log_() * 3  # a clamped candidate is never accepted
@@ -154,7 +155,9 @@ def _words(stream: Stream, step: Step, index: Index, count: int, device: str) ->
     words = library.empty((len(low), len(column), len(block), 4), dtype=library.int64, **on)
     rounds = philox((block, column, low, high), _KEYS[stream.seed, stream.name][library is np])
     words[..., 0], words[..., 1], words[..., 2], words[..., 3] = rounds
-    return torch.as_tensor(words).flatten(2)[..., :count]
+    # not torch.as_tensor, which would move an array to torch's default device
+    tensor = torch.from_numpy(words) if library is np else words
+    return tensor.flatten(2)[..., :count]
 
 
 def _fused_words(

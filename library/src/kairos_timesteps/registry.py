@@ -42,7 +42,7 @@ class Entry:
 
 def split(component: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return name and options of a component given as ``{"name": ..., option: ...}``."""
-    return component["name"], _options.but_name(component)
+    return component["name"], _options.options_without_name(component)
 
 
 class Registry(dict[str, Entry]):
@@ -97,7 +97,7 @@ class Registry(dict[str, Entry]):
             raise ConfigError(f"{where or self.kind}: {self.kind} {name!r} is not available: {self.unavailable[name]}")
         if name not in self:
             prefix = f"{where}: " if where else ""
-            raise ConfigError(f"{prefix}unknown {self.kind} {name!r}{_options.instead(str(name), self)}")
+            raise ConfigError(f"{prefix}unknown {self.kind} {name!r}{_options.allowed_names_hint(str(name), self)}")
         return self[name]
 
     def parse(self, name: str, values: Mapping[str, Any] | None = None, where: str = "") -> Any:

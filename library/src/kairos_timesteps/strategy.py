@@ -32,7 +32,7 @@ from kairos_timesteps.lookup import build_pair, parse_name, table
 from kairos_timesteps.meter import Meter
 from kairos_timesteps.monitoring import preview
 from kairos_timesteps.numeric import Array, on_device
-from kairos_timesteps.options import instead
+from kairos_timesteps.options import allowed_names_hint
 from kairos_timesteps.randomness import Device, Step, Stream
 from kairos_timesteps.registry import split
 
@@ -126,6 +126,7 @@ class Strategy:
         self.sampler, self.weighting = build_pair(self.process, names, sampler, weighting, seed)
         component = {"name": "independent", **coupling} if isinstance(coupling, Mapping) else {"name": coupling}
         self.coupling: Coupling = COUPLINGS.build(*split(component))
+        self._coupling_name: str = component["name"]
         self.seed = seed
         self.step = 0
         self.group = distributed.batch_group(process_group)
@@ -134,6 +135,7 @@ class Strategy:
         self._context_names = {*_CONTEXT_NAMES, *self.sampler.context_names}
         self._learns = isinstance(self.sampler, Learned) or isinstance(self.weighting, Learned)
         self._micro_batches: list[_MicroBatch] = []  # of the current step, those with losses
+        self._indices_given = False  # True if the caller passed `index` in the current step
         self._blocks: dict[Any, tuple[int, list[Tensor]]] = {}  # prefetch block of each slice of the batch
         if not self.sampler.requires_context:
             finite = np.isfinite(self.weighting.weights()[self.sampler.probabilities() > 0]).all()
@@ -184,13 +186,14 @@ class Strategy:
         """
         for key in context:
             if key not in self._context_names:
-                raise ConfigError(f"draw: unknown context {key!r}{instead(key, self._context_names)}")
+                raise ConfigError(f"draw: unknown context {key!r}{allowed_names_hint(key, self._context_names)}")
         sampler_name = self.name.partition("+")[0]
         allowed = f"False: sampler {sampler_name} has one density per image"
         demand(not (shared_time and self.sampler.per_image), "draw(shared_time=)", "True", allowed)
         total = total or len(x0) * distributed.ranks(self.group)
         now, (offset, earlier) = self.step if step is None else step, self._samples
         offset = offset if index is None else 0  # indices given by the caller count from the start of the step
+        self._indices_given |= index is not None
         coordinates = RandomCoordinates(self.seed, now, offset, offset + earlier, index, total, times, context=context)
         coordinates = coordinates.for_batch(x0, self.group)
         if step is None:
@@ -248,7 +251,7 @@ class Strategy:
                 self._blocks.clear()
             steps = range(block * _BLOCK_STEPS, (block + 1) * _BLOCK_STEPS)
             self._blocks[key] = block, self._draw(None, coordinates.replace(step=steps, samples_before=None))
-        return [values[row] for values in self._blocks[key][1]]
+        return [values[row].clone() for values in self._blocks[key][1]]  # callers may change the draw in place
 
     def _draw(self, x0: Any, coordinates: RandomCoordinates) -> list[Tensor]:
         """Return fractions, times, weights, importance weights and their products, of the samples.
@@ -361,6 +364,8 @@ class Strategy:
             learned_rows = self._rows_to_learn_from()
             observation = _select_rows(observation, learned_rows, self.group)
             conditions = conditions and {name: values[learned_rows] for name, values in conditions.items()}
+        elif self._measures_given_indices(observation.step):
+            observation = _without_gaps(observation, self.group)
         if measures:
             assert observation.x0 is not None  # `_observation` rejects several shapes
             meter = Meter(
@@ -374,6 +379,13 @@ class Strategy:
         self.weighting.step(observation)
         self._micro_batches = []
         self.step, self._samples = self.step + 1, [0, sum(self._samples)]
+        self._indices_given = False
+
+    def _measures_given_indices(self, step: int) -> bool:
+        """Return True if the sampler measures the network in a step of several ranks with `index` from the caller."""
+        if not isinstance(self.sampler, MeasuresNetwork) or not self._indices_given:
+            return False
+        return distributed.ranks(self.group) > 1 and self.sampler.measures_in_step(step)
 
     def _observation(self, last: Draw) -> Observation:
         """Join the draws of the current step whose errors are known; without any, return the draw `last` alone.
@@ -428,24 +440,54 @@ class Strategy:
     preview = preview
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resume needs.
+        """Return everything that a resume needs, as copies, and ``settings``, which `load_state_dict` compares.
 
         Losses of the current step are not included.
         """
         return {
+            "settings": self._settings(),
             "step": self.step,
             "drawn": list(self._samples),
             "sampler": self.sampler.state_dict(),
             "weighting": self.weighting.state_dict(),
         }
 
+    def _settings(self) -> dict[str, Any]:
+        """Return what the strategy and a state for it have in common, as plain values.
+
+        ``log_snr`` are ln SNR of the first, the middle and the last timestep, which differ between noise schedules.
+        """
+        sampler, weighting = parse_name(self.name)
+        log_snr = np.log(self.process.schedule.snr)
+        return {
+            "sampler": sampler,
+            "weighting": weighting,
+            "coupling": self._coupling_name,
+            "seed": self.seed,
+            "prediction": self.process.prediction,
+            "timesteps": len(log_snr),
+            "log_snr": log_snr[[0, len(log_snr) // 2, -1]].tolist(),
+        }
+
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
         """Restore a state that `state_dict` returned, with its tensors on `device`.
 
-        Losses of the current step are dropped.
+        Losses of the current step and the gradient of a trained weighting are dropped. States of versions without
+        ``settings`` are not compared.
+
+        Raises:
+            ConfigError: the state is from a strategy of another sampler, weighting, coupling, seed, prediction or
+                number of timesteps, or of a process with other noise levels. Nothing is restored.
         """
+        saved = state.get("settings", {})
+        for key, present in self._settings().items():
+            value = saved.get(key, present)
+            is_equal = np.allclose(value, present, atol=0.01) if key == "log_snr" else value == present
+            demand(is_equal, f"state: {key}", repr(value), repr(present))
         self.step, self._samples = state["step"], list(state["drawn"])
-        self._micro_batches = []
+        self._micro_batches, self._indices_given = [], False
+        self._blocks.clear()
+        self.weighting.zero_grad()
         self.sampler.load_state_dict(state["sampler"], device)
         self.weighting.load_state_dict(state["weighting"], device)
 
@@ -471,6 +513,18 @@ def _select_rows(observation: Observation, rows: Tensor, group: distributed.Grou
         losses=select(observation.losses) if total else None,
         errors=select(observation.errors) if total else None,
     )
+
+
+def _without_gaps(observation: Observation, group: distributed.Group) -> Observation:
+    """Number the samples over the ranks without gaps if their indices do not cover the global batch.
+
+    Samples without a loss, such as those of a micro-batch without a backward pass, cannot be measured. All ranks must
+    call it.
+    """
+    count = len(observation.fractions)
+    if sum(distributed.gather_objects(count, group)) == observation.coordinates.batch_size:
+        return observation
+    return _select_rows(observation, torch.arange(count, device=observation.fractions.device), group)
 
 
 def _join_coordinates(coordinates_by_draw: list[RandomCoordinates], ranks: int) -> RandomCoordinates:

@@ -111,9 +111,9 @@ def _run_subcommand(argv: list[str]) -> int:
 
     command = argv[0] if argv else None  # the first argument may be an option such as --help
     if command is not None and not command.startswith("-") and command not in COMMANDS:
-        from kairos_timesteps.options import instead
+        from kairos_timesteps.options import allowed_names_hint
 
-        return _fail(f"unknown command {command!r}{instead(command, COMMANDS)}", status=2)
+        return _fail(f"unknown command {command!r}{allowed_names_hint(command, COMMANDS)}", status=2)
     arguments = _build_parser(command).parse_args(argv)  # raises SystemExit after --help, and without a command
     if portable.is_requested(arguments):
         portable.set_variables()  # before numpy and torch are imported, which read them

@@ -11,7 +11,7 @@ from kairos.cli.common import add_plugins
 from kairos.components import ComponentOptions
 from kairos.library_components import LibraryComponent
 from kairos.progress import table
-from kairos_timesteps.options import but_name, default_values
+from kairos_timesteps.options import default_values, options_without_name
 from kairos_timesteps.registry import Registry
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _describe_value(value: Any, registry: Registry | None, all_options: bool) ->
     if registry is None or not isinstance(value, dict) or "name" not in value:  # no component
         return str(value)
     defaults = default_values(registry.entry(value["name"]).component)
-    return _describe_options(value["name"], but_name(value), defaults, registry, all_options)
+    return _describe_options(value["name"], options_without_name(value), defaults, registry, all_options)
 
 
 def _describe_options(

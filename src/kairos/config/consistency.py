@@ -6,11 +6,13 @@ Each function raises ConfigError if its check fails.
 import math
 from typing import TYPE_CHECKING
 
+from kairos.forward_process import build_process
 from kairos.models import check_conditions_accepted
 from kairos.models.settings import BACKBONES
 from kairos_timesteps.components import checked
 from kairos_timesteps.diffusion.schedule import CELLS
-from kairos_timesteps.errors import demand, rejection
+from kairos_timesteps.errors import ConfigError, ValueRejected, demand, rejection
+from kairos_timesteps.lookup import build_pair
 
 if TYPE_CHECKING:
     from kairos.config.experiment import Experiment
@@ -221,3 +223,19 @@ def _check_strategies(experiment: "Experiment") -> None:
                 schedule=schedule,
                 where=where,
             )
+        if getattr(method.sampler.options, "importance", False):
+            _check_importance(experiment, method_name)
+
+
+def _check_importance(experiment: "Experiment", method_name: str) -> None:
+    """Build the sampler of a method with importance weights, which rejects timesteps that are never drawn.
+
+    Raises:
+        ConfigError: there are such timesteps.
+    """
+    sampler, diffusion = experiment.methods[method_name].sampler, experiment.diffusion
+    process = build_process(diffusion.process, diffusion.prediction, sigma_data=1.0)  # timesteps do not depend on it
+    try:
+        build_pair(process, (sampler.name, "none"), sampler.plain_options(), None)
+    except ConfigError as error:
+        raise ValueRejected(f"methods.{method_name}: {error}") from None

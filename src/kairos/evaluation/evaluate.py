@@ -20,7 +20,7 @@ from kairos.sampling.sample import load_settings, set_up_device
 from kairos.sampling.samples_file import SamplesFile, open_samples
 from kairos.sampling.settings import GUIDANCE
 from kairos_timesteps.errors import ConfigError, KairosError
-from kairos_timesteps.options import but_name
+from kairos_timesteps.options import options_without_name
 
 PUBLISHED_EXTRACTORS = ("inception", "dinov2")  # extractors that need no data set
 
@@ -354,7 +354,7 @@ def _evaluation_protocol(
     return {
         **{name: sampling.get(name) for name in ("steps", "nfe", *GUIDANCE, "weights", "identity")},
         **dict.fromkeys(("spacing", "clip", "eta", "variance")),  # None unless the solver has them
-        **but_name(scheduler),  # options of the solver; its name is field ``scheduler``
+        **options_without_name(scheduler),  # options of the solver; its name is field ``scheduler``
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
         "accuracy": extractor.manifest["accuracy"],

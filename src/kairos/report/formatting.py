@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from kairos_timesteps.options import but_name
+from kairos_timesteps.options import options_without_name
 
 if TYPE_CHECKING:
     from kairos.report.ranking import Ratio
@@ -160,7 +160,7 @@ def describe_component(settings: dict[str, object]) -> str:
 
     Options with the value None or an empty list are left out, and so are the brackets if no option remains.
     """
-    options = [f"{key} {value}" for key, value in but_name(settings).items() if value not in (None, [])]
+    options = [f"{key} {value}" for key, value in options_without_name(settings).items() if value not in (None, [])]
     name = str(settings["name"])
     return f"{name} ({', '.join(options)})" if options else name
 

@@ -24,7 +24,7 @@ from kairos.sampling.settings import GUIDANCE, resolve_solver
 from kairos.training.identity import compute_identity, set_schedule_length, trajectory_settings
 from kairos_timesteps.diffusion.schedule import CELLS
 from kairos_timesteps.errors import ConfigError
-from kairos_timesteps.options import but_name
+from kairos_timesteps.options import options_without_name
 from kairos_timesteps.registry import Registry
 
 Record = dict[str, Any]
@@ -196,7 +196,7 @@ class ExpectedSettings:
         Settings that the protocol lacks are left out, and so are options that the experiment's solver does not have.
         """
         # each dictionary maps the name of a setting to its name in the protocol, which is equal for most
-        solver_fields = {name: name for name in but_name(self._sampling_settings["scheduler"])}
+        solver_fields = {name: name for name in options_without_name(self._sampling_settings["scheduler"])}
         solver_fields["name"] = "scheduler"
         other_fields = {name: name for name in ("steps", "weights", *GUIDANCE)}
         other_fields |= {"seed": "sample_seed", "precision": "sample_precision"}

@@ -69,14 +69,17 @@ def _numbers(values: Any) -> Array:
 def _of_scheduler(scheduler: Any) -> NoiseSchedule:
     """Build a schedule from the scheduler's betas; its float32 alpha-bar is off by a thousandth at small t.
 
-    A last alpha-bar of 0 is replaced by half of the one before.
+    For a zero terminal signal-to-noise ratio the last beta is 1, and alpha-bar is used. A last alpha-bar of 0 is
+    replaced by half of the one before; some schedulers replace it by 2**-24.
     """
     alphas_cumprod = _numbers(scheduler.alphas_cumprod)
     if len(alphas_cumprod) > 1 and alphas_cumprod[-1] == 0:
         # Zero terminal signal-to-noise ratio: half of what is before it stands for 0, whose weights are not all finite.
         alphas_cumprod[-1] = alphas_cumprod[-2] / 2
     elif hasattr(scheduler, "betas"):
-        return _name_if_linear(NoiseSchedule(_numbers(scheduler.betas)))
+        betas = _numbers(scheduler.betas)
+        if betas[-1] < 1:
+            return _name_if_linear(NoiseSchedule(betas))
     return _name_if_linear(NoiseSchedule.of_alphas_cumprod(alphas_cumprod))
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kairos_timesteps.diffusion.schedule import (
     CELLS,
+    CONTINUOUS,
     ENDS,
     PREDICTIONS,
     SCHEDULES,
@@ -71,14 +72,14 @@ class Process(Component):
         time_scale: the network is called with `embedded` times this, so that its sinusoids resolve it.
     """
 
-    outside: ClassVar[dict[str, Any]] = {}  # defaults outside of an experiment, where they differ
+    library_defaults: ClassVar[dict[str, Any]] = {}  # defaults without an experiment, where they differ
     prediction = ""
     time_symbol = "t"
     time_scale: float = 1.0
 
     def __init__(self, options: Any = None, prediction: str = "epsilon", **options_by_name: Any):
         where = f"process {type(self).__name__.lower()}"
-        super().__init__(options or parse(type(self), {**self.outside, **options_by_name}, where))
+        super().__init__(options or parse(type(self), {**self.library_defaults, **options_by_name}, where))
         self.prediction = self.prediction or prediction
 
     @overload
@@ -103,11 +104,17 @@ class Process(Component):
 
     @functools.cached_property
     def schedule(self) -> NoiseSchedule:
-        """The process cut into cells of equal fractions, by their centres."""
+        """The process cut into cells of equal fractions, by their centres.
+
+        Its name is the name of the kairos process that this one is or derives from. For other processes it is
+        ``continuous``, because the name of a user's class may be that of a noise schedule.
+        """
         t = self.times((np.arange(CELLS) + 0.5) / CELLS)
         signal, noise = self.coefficients(t)
         cut = NoiseSchedule.of_alphas_cumprod(signal**2 / (signal**2 + noise**2))
-        return NoiseSchedule(cut.betas, name=type(self).__name__.lower(), cell_times=t)
+        names = [cls.__name__.lower() for cls in type(self).__mro__ if cls.__module__ == __name__]
+        name = next((name for name in names if name in CONTINUOUS), "continuous")
+        return NoiseSchedule(cut.betas, name=name, cell_times=t)
 
     def snr(self, t: Values) -> Values:
         """Return the signal-to-noise ratio, elementwise."""
@@ -247,7 +254,7 @@ class Edm(Process):
     negated: bool = option(False, "the network's output is subtracted (v_prediction of diffusers' EDM schedulers)")
 
     prediction, time_symbol = "x0", "sigma"
-    outside: ClassVar = {"sigma_data": 0.5, "time_scale": 1.0}
+    library_defaults: ClassVar = {"sigma_data": 0.5, "time_scale": 1.0}
 
     def __init__(self, options: Any = None, prediction: str = "", **options_by_name: Any):
         super().__init__(options, prediction, **options_by_name)
@@ -316,7 +323,7 @@ class Flow(Process):
     time_scale: float = option(1000.0, "factor of t in the network's time input", gt=0)
 
     prediction = "flow"
-    outside: ClassVar = {"time_scale": 1.0}
+    library_defaults: ClassVar = {"time_scale": 1.0}
 
     def times(self, fractions: Values) -> Values:
         """Return the times by SD3's shift, s u/(1 + (s - 1) u), at least 1e-5 from 0 and 1, where no SNR exists."""

@@ -169,7 +169,9 @@ def linear_coefficients(schedule: NoiseSchedule) -> tuple[float, float]:
 
 
 def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
-    """Return the real-valued timestep tau after which 1/alpha-bar exceeds r, SpeeD's magnitude (theorem 1).
+    """Return the real-valued timestep tau of SpeeD's magnitude r, by the closed form of theorem 1.
+
+    In its continuous time 1/alpha-bar exceeds r after tau; the discrete 1/alpha-bar does so a few timesteps earlier.
 
     Raises:
         ConfigError: the schedule is not linear; the closed form holds for linear schedules alone.
@@ -207,5 +209,5 @@ def check_convergence(tau: int | None, r: float | None, timesteps: int, schedule
 
 def check_published_form(tau: int | None, timesteps: int, schedule: str) -> None:
     """Reject continuous processes: SpeeD's public code is defined for discrete ones; raises ConfigError."""
-    demand(schedule not in CONTINUOUS, "process", schedule, "discrete, as in the public code")
+    demand(schedule not in (*CONTINUOUS, "continuous"), "process", schedule, "discrete, as in the public code")
     check_convergence(tau, None, timesteps, schedule)

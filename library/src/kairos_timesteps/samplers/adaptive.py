@@ -14,6 +14,7 @@ With several processes everything is computed for the global batch: each rank me
 equal policies, queues and S.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +86,10 @@ class Adaptive(MeasuresNetwork, Sampler):
         self.features = torch.from_numpy(((np.arange(count) + 0.5) * timesteps / count).astype(np.int64))
         cap = np.inf if self.c_max is None else self.c_max
         self.coefficients = torch.from_numpy(np.minimum(schedule.vlb, cap))
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the state before the first batch."""
         self.policy: Any = None  # a `Policy` and its Adam, from the first batch on
         self.optimizer: Any = None
         self.changes: list[Tensor] = []  # the queue: feature vectors delta, float64 (count,), on the CPU
@@ -199,7 +204,7 @@ class Adaptive(MeasuresNetwork, Sampler):
 
         Step 0 is measured. The policy learns after S is first selected. Each measurement selects S for the next one.
         """
-        if observation.step % self.frequency:
+        if not self.measures_in_step(observation.step):
             yield
             return
         before = self._measure(observation, "measurement")
@@ -207,9 +212,15 @@ class Adaptive(MeasuresNetwork, Sampler):
         after = self._measure(observation, self.noise_after)
         if before[1] is not None and after[1] is not None:
             self._learn(observation, before[1] - after[1])
-        self.changes = [*self.changes, before[0] - after[0]][-self.queue :]
+        change = before[0] - after[0]
+        if change.isfinite().all():  # a single NaN in the queue would make every correlation NaN
+            self.changes = [*self.changes, change][-self.queue :]
         if len(self.changes) >= self.least_rows:
             self.reward_timesteps = self.features[self.select(torch.stack(self.changes))]
+
+    def measures_in_step(self, step: int) -> bool:
+        """Return True in every f_S-th step from step 0 on."""
+        return step % self.frequency == 0
 
     def select(self, changes: Tensor) -> Tensor:
         """Return indices of the selected feature timesteps, given the queue (rows, features)."""
@@ -314,7 +325,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         """
         if self.policy is None:
             return {}
-        return {
+        state = {
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "queue": torch.stack(self.changes) if self.changes else None,
@@ -323,14 +334,17 @@ class Adaptive(MeasuresNetwork, Sampler):
             "reward": (self.reward_mean, self.reward_scale),
             "last_reward": self._reward,
         }
+        return copy.deepcopy(state)  # the policy and the optimizer return the tensors that they update
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
-        """Restore a state that `state_dict` returned; an empty state changes nothing.
+        """Restore a state that `state_dict` returned; an empty state restores the initial one.
 
         The policy is built on `device`, with the number of channels in the state. The queue and S stay on the CPU.
         """
+        self.reset()
         if not state:
             return
+        state = copy.deepcopy(state)  # the optimizer keeps the tensors that it loads
         weight = state["policy"]["convolutions.0.weight"]
         self._build(weight.shape[1], torch.device(device), weight.dtype).load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -25,7 +25,8 @@ class AdaptiveOfficial(Adaptive):
     - the reward is the sum over S as it is, and the entropy, within the reward, multiplies log pi;
     - u is rounded to the nearest of T points, so that the first and the last timestep have half a cell.
 
-    Not copied: two forward passes per loss (the result is equal), and the crash at the third update.
+    Not copied: two forward passes per loss (the result is equal), and the crash at the third update. The public code's
+    policy has width 256; the default here is the paper's 128 for CIFAR-10.
     """
 
     queue: int = option(20, "|Q|: measurements that features are selected from", ge=2)
@@ -38,6 +39,10 @@ class AdaptiveOfficial(Adaptive):
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self.density_scale = schedule.timesteps / (schedule.timesteps - 1)
+
+    def reset(self) -> None:
+        """Set the state before the first batch, with S = {0, 1, 2} by default."""
+        super().reset()
         self.reward_timesteps = torch.arange(self.selected)
 
     def to_fraction(self, u: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import numpy as np
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.coordinates import RandomCoordinates, required
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
-from kairos_timesteps.errors import ValueRejected, demand, rejection
+from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.lazy import torch
-from kairos_timesteps.numeric import Array, Tables, Values, bisect, integers, interp, namespace, spline
-from kairos_timesteps.options import but_name, dump, option, parse
+from kairos_timesteps.numeric import Array, Tables, Values, bisect, integers, interp, namespace, same_kind, spline
+from kairos_timesteps.options import dump, option, options_without_name, parse
 from kairos_timesteps.registry import SAMPLERS, sampler, split
 
 
@@ -41,7 +42,7 @@ def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
     sampler_class = SAMPLERS.entry(component["name"], where).component
     if not issubclass(sampler_class, FixedDensity):
         raise rejection(f"{where}.name", component["name"], "samplers of a fixed density")
-    option_values = {key: value for key, value in but_name(dict(component)).items() if key not in extra}
+    option_values = {key: value for key, value in options_without_name(dict(component)).items() if key not in extra}
     options = parse(sampler_class, option_values, where)
     demand(not options.importance, f"{where}.importance", "true", "false; set it for the whole sampler")
     allowed = "random; the whole sampler has points, its components do not"
@@ -49,6 +50,11 @@ def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
     in_turn = getattr(options, "in_turn", False)
     demand(not in_turn, f"{where}.in_turn", "true", "false; a component is drawn at random")
     return {"name": component["name"], **dump(sampler_class, options), **{key: component[key] for key in extra}}
+
+
+def _is_per_batch(density: FixedDensity) -> bool:
+    """Return True if all draws of a batch come from one component of a mixture."""
+    return bool(getattr(density, "per_batch", False))
 
 
 def density_option() -> Any:
@@ -95,6 +101,9 @@ class Composed(FixedDensity):
     """Base of samplers made of other densities, `components`: `Transformed` has one, `Combined` several.
 
     Each component keeps its floor. Draws need the context of this sampler and of the components.
+
+    Attributes:
+        per_batch: True if all draws of a batch come from one component of a mixture.
     """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
@@ -102,6 +111,7 @@ class Composed(FixedDensity):
         self.components: list[FixedDensity] = [
             SAMPLERS.build(name, values, schedule, seed) for name, values in self.declared_components(options)
         ]
+        self.per_batch = getattr(options, "per", "sample") == "batch" or any(map(_is_per_batch, self.components))
         inner = [name for component in self.components for name in component.context_names]
         self.context_names = tuple(dict.fromkeys([*self.context_names, *inner]))
 
@@ -123,6 +133,23 @@ class Composed(FixedDensity):
         for component in self.components:
             component.check_context(context)
 
+    def uniforms(self, coordinates: RandomCoordinates) -> Any:
+        """Return uniform numbers; with ``per: batch`` all numbers of a batch select one component."""
+        uniform = super().uniforms(coordinates)
+        return self.restrict_with_floor(uniform, coordinates) if self.per_batch else uniform
+
+    def restrict_with_floor(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
+        """Restrict the uniform numbers that do not draw from the floor, see `draw_from_uniform`."""
+        if not self.floor:
+            return self.restrict(uniform, coordinates)
+        rest = (uniform - self.floor).clip(0.0, None) / (1 - self.floor)
+        restricted = self.floor + (1 - self.floor) * self.restrict(rest, coordinates)
+        return namespace(uniform).where(uniform < self.floor, uniform, restricted)
+
+    def restrict(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
+        """Map uniform numbers into the interval for which `map_uniform` draws from the component of the batch."""
+        raise NotImplementedError
+
 
 class Transformed(Composed):
     """Base of samplers that transform one density, `base`."""
@@ -138,30 +165,35 @@ class Transformed(Composed):
         """Return name and options of the density."""
         return [split(options.density)]
 
-    def uniforms(self, coordinates: RandomCoordinates) -> Any:
-        """Return uniform numbers of this sampler, or of `base` if `base` is a mixture with ``per: batch``."""
-        per_batch = getattr(self.base, "per", "sample") == "batch"
-        return self.base.uniforms(coordinates) if per_batch else super().uniforms(coordinates)
+    def restrict(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
+        """Restrict uniform numbers as `base` requires; see `Composed.restrict`."""
+        assert isinstance(self.base, Composed)
+        return self.base.restrict_with_floor(uniform, coordinates)
 
-    def outward(self, v: Values, **context: Any) -> Values:
+    def to_process(self, v: Values, **context: Any) -> Values:
         """Map fractions of the density to fractions of the process, without decreasing, elementwise."""
         raise NotImplementedError
 
-    def inward(self, u: Values, **context: Any) -> Values:
-        """Map fractions of the process to fractions of the density, the inverse of `outward`, elementwise."""
+    def from_process(self, u: Values, **context: Any) -> Values:
+        """Map fractions of the process to fractions of the density, the inverse of `to_process`, elementwise."""
         raise NotImplementedError
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """Return the distribution function of the density at the fraction before the map."""
-        return self.base.cdf_with_floor(self.inward(u, **context), **context)
+        return self.base.cdf_with_floor(self.from_process(u, **context), **context)
 
     def quantile(self, p: Values, **context: Any) -> Values:
         """Return the quantile of the density, its floor included, after the map."""
-        return self.outward(self.base.quantile_with_floor(p, **context), **context)
+        return self.to_process(self.base.quantile_with_floor(p, **context), **context)
 
     def map_uniform(self, uniform: Values, **context: Any) -> Values:
         """Map draws of the density."""
-        return self.outward(self.base.transform(uniform, **context), **context)
+        return self.to_process(self.base.draw_from_uniform(uniform, **context), **context)
+
+    def has_mass(self, low: float, high: float) -> bool:
+        """Return True if the density has mass between the fractions before the map."""
+        first, last = self.from_process(np.array([low, high])).tolist()
+        return bool(self.floor) or (first < last and self.base.has_mass(first, last))
 
 
 @sampler("range", "a density cut to, or scaled into, an interval of the process")
@@ -182,24 +214,26 @@ class Range(Transformed):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        if self.cut and not self.requires_context:
-            first, last = self.base.cdf_with_floor(np.array([self.low, self.high]))
-            allowed = "an interval where the density has mass"
-            demand(last > first, "low and high", f"{self.low:g} and {self.high:g}", allowed)
+        if self.cut:
+            allowed = "an interval where the density has mass: in each group and at every step"
+            has_mass = self.base.has_mass(self.low, self.high)
+            demand(has_mass, "low and high", f"{self.low:g} and {self.high:g}", allowed)
+            allowed = "false for a mixture with per: batch"
+            demand(not self.per_batch, "cut", "true", allowed)
+        if self.requires_context and self.importance and not self.floor:  # otherwise `build_pair` checks p(t)
+            allowed = "false with a range, or a floor above 0"
+            demand((self.low, self.high) == (0, 1), "importance", "true", allowed)
 
     @staticmethod
     def check(options: Any) -> None:
-        """Reject an empty interval, and importance weights that cannot reach what lies outside."""
-        low, high = options.low, options.high
-        demand(low < high, "low and high", f"{low} and {high}", "low < high")
-        if options.importance and not options.floor and (low, high) != (0, 1):
-            raise ValueRejected("importance: got true with a range; allowed: false, or a floor above 0")
+        """Reject an empty interval."""
+        demand(options.low < options.high, "low and high", f"{options.low} and {options.high}", "low < high")
 
-    def outward(self, v: Values, **context: Any) -> Values:
+    def to_process(self, v: Values, **context: Any) -> Values:
         """Scale fractions of [0, 1] into the interval."""
         return self.low + (self.high - self.low) * v
 
-    def inward(self, u: Values, **context: Any) -> Values:
+    def from_process(self, u: Values, **context: Any) -> Values:
         """Scale the interval to [0, 1]; fractions outside of it become 0 or 1."""
         return ((u - self.low) / (self.high - self.low)).clip(0, 1)
 
@@ -220,6 +254,13 @@ class Range(Transformed):
     def map_uniform(self, uniform: Values, **context: Any) -> Values:
         """Draw from the scaled density; with `cut` from the truncated quantile function."""
         return self.quantile(uniform, **context) if self.cut else super().map_uniform(uniform, **context)
+
+    def has_mass(self, low: float, high: float) -> bool:
+        """Return True if the density has mass in the part of the interval between two fractions."""
+        if not self.cut:
+            return super().has_mass(low, high)
+        first, last = max(low, self.low), min(high, self.high)
+        return bool(self.floor) or (first < last and self.base.has_mass(first, last))
 
     def _ends(self, like: Values, **context: Any) -> list[Values]:
         """Return the probabilities of the density below the two ends of the interval, in the kind of `like`."""
@@ -290,24 +331,29 @@ class Shift(Transformed):
             return math.e**line
         return line * (1 if frames is None else frames) ** 0.5
 
-    def outward(self, v: Values, **context: Any) -> Values:
+    def to_process(self, v: Values, **context: Any) -> Values:
         """Apply the shift."""
         alpha = self.shift(**context)
         u: Values = alpha * v / (1 + (alpha - 1) * v)
         return u
 
-    def inward(self, u: Values, **context: Any) -> Values:
+    def from_process(self, u: Values, **context: Any) -> Values:
         """Invert the shift."""
         alpha = self.shift(**context)
         v: Values = u / (alpha - (alpha - 1) * u)
         return v
+
+    def has_mass(self, low: float, high: float) -> bool:
+        """Return True if the density has mass between two fractions, or if the shift depends on the sample."""
+        return self.law != "constant" or super().has_mass(low, high)
 
 
 class Combined(Composed):
     """Base of samplers that combine several densities, each with a share of the draws.
 
     A uniform number picks the component by cumulative share and, rescaled to [0, 1) within it, draws from it. Even
-    points are therefore even within every component.
+    points are therefore even within every component. `by_group` is the exception: the points of a group's samples are
+    a random part of the even points of the batch.
     """
 
     parts: Any
@@ -317,6 +363,8 @@ class Combined(Composed):
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self.values = [component[self.key] for component in self.parts]
+        got, allowed = "a mixture with per: batch", "densities; set per: batch for the whole sampler alone"
+        demand(not any(map(_is_per_batch, self.components)), "parts", got, allowed)
 
     @classmethod
     def declared_components(cls, options: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -338,11 +386,8 @@ class Combined(Composed):
         """Return the inverse of `cdf`, by bisection."""
         return bisect(lambda u: self.cdf(u, **context), p)
 
-    def uniforms(self, coordinates: RandomCoordinates) -> Any:
-        """Return uniform numbers; with ``per: batch`` all numbers of a batch select one component."""
-        uniform = super().uniforms(coordinates)
-        if self.per == "sample":
-            return uniform
+    def restrict(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
+        """Map uniform numbers into the share of one component, which is selected for the whole batch."""
         choice, below = coordinates.uniform("part", sample_indices=range(1)), 0.0
         for share in self.shares(**coordinates.arguments(self.context_names)):
             selected = (choice >= below) & (choice < below + share)
@@ -351,12 +396,16 @@ class Combined(Composed):
             below += share
         return uniform
 
+    def has_mass(self, low: float, high: float) -> bool:
+        """Return True if every component has mass between two fractions: a draw may come from any one alone."""
+        return bool(self.floor) or all(component.has_mass(low, high) for component in self.components)
+
     def map_uniform(self, uniform: Values, **context: Any) -> Values:
         """Pick a component by cumulative share, then rescale the number to [0, 1) within the share."""
         draws, below = 0.0 * uniform, 0.0
         for component, share in zip(self.components, self.shares(**context)):
             inside = ((uniform - below) / (share + 1e-30)).clip(0.0, 1.0 - 2**-53)  # shares may be float32 zeros
-            draws = namespace(uniform).where(uniform >= below, component.transform(inside, **context), draws)
+            draws = namespace(uniform).where(uniform >= below, component.draw_from_uniform(inside, **context), draws)
             below = below + share
         return draws
 
@@ -375,6 +424,12 @@ class Mixture(Combined):
     def shares(self, **context: Any) -> list[Any]:
         """Return the shares over their sum."""
         return [value / sum(self.values) for value in self.values]
+
+    def has_mass(self, low: float, high: float) -> bool:
+        """Return True if a component with a share has mass; with ``per: batch``, if all of them do."""
+        components = [component for component, share in zip(self.components, self.values) if share]
+        has_mass = [component.has_mass(low, high) for component in components]
+        return bool(self.floor) or (all(has_mass) if self.per == "batch" else any(has_mass))
 
 
 @sampler("by_group", "a density for each group of the data set")
@@ -410,8 +465,20 @@ class ByGroup(Combined):
         self._check_group(group)
         if isinstance(group, str):
             group = self.values.index(group)
+        if isinstance(group, (list, tuple)):
+            group = np.asarray(group)
         members = [group == number for number in range(len(self.components))]
+        if isinstance(group, np.ndarray):
+            return [item.astype(np.float64) for item in members]
         return [float(item) if isinstance(item, (bool, np.bool_)) else item.double() for item in members]
+
+    def cdf(self, u: Values, *, group: Any = None, **context: Any) -> Values:
+        """Return the distribution function of each element's group."""
+        return super().cdf(u, group=_in_kind_of(group, u), **context)
+
+    def map_uniform(self, uniform: Values, *, group: Any = None, **context: Any) -> Values:
+        """Draw each element from the component of its group."""
+        return super().map_uniform(uniform, group=_in_kind_of(group, uniform), **context)
 
     def check_context(self, context: Mapping[str, Any]) -> None:
         """Reject groups that do not exist, and check the context of the components."""
@@ -441,6 +508,14 @@ class ByGroup(Combined):
         demand(not unknown.size, "group", ", ".join(map(str, unknown[:3])), allowed)
 
 
+def _in_kind_of(group: Any, values: Values) -> Any:
+    """Convert numbers of groups (n,) to the kind and device of `values`; a name, one number or None is unchanged."""
+    if group is None or isinstance(group, (str, int)):
+        return group
+    numbers = group if isinstance(group, torch.Tensor) else np.asarray(group)
+    return same_kind(numbers, values)
+
+
 @sampler("schedule", "densities one after the other over training")
 class Schedule(Combined):
     r"""Densities over training: each from its `start` on, at once or blended over `ramp` before the next begins.
@@ -456,6 +531,14 @@ class Schedule(Combined):
     ramp: float = option(0.0, "how long a density is blended in before its start", ge=0)
     key = "start"
     context_names = ("step", "progress")
+
+    @staticmethod
+    def check(options: Any) -> None:
+        """Reject a ramp that is longer than the time between the starts of two densities that are blended in."""
+        starts = [part["start"] for part in options.parts[1:]]  # the first density is there from the beginning
+        gap = min((later - earlier for earlier, later in pairwise(starts)), default=math.inf)
+        fits = options.ramp <= gap * (1 + 1e-9)  # decimal fractions are not exact
+        demand(fits, "ramp", options.ramp, f"at most {gap:g}, the least difference of starts after the first")
 
     @classmethod
     def required_context(cls, options: Any) -> set[str]:

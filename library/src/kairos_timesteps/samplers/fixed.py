@@ -10,7 +10,7 @@ import numpy as np
 
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
-from kairos_timesteps.errors import ValueRejected, demand
+from kairos_timesteps.errors import demand
 from kairos_timesteps.incomplete_beta import beta_cdf
 from kairos_timesteps.numeric import (
     Array,
@@ -49,17 +49,9 @@ class Uniform(FixedDensity):
 
     @staticmethod
     def check(options: Any) -> None:
-        """Reject an empty range, and importance weights that cannot reach timesteps outside of the range.
-
-        With a floor above 0, importance weights reach all timesteps.
-        """
+        """Reject an empty range."""
         start, end = options.start, options.end
         demand(end is None or start < end, "start and end", f"{start} and {end}", "start < end")
-        if options.importance and not options.floor and (start or end is not None):
-            reason = "timesteps outside are never drawn, so importance weights cannot correct for them"
-            raise ValueRejected(
-                f"importance: got true with a range of timesteps; {reason}; allowed: false, or a floor above 0"
-            )
 
     @staticmethod
     def check_process(options: Any, timesteps: int, schedule: str) -> None:

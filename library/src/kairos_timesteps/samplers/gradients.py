@@ -2,7 +2,8 @@
 
 The second moment of a sample's gradient follows from a whole batch at once: with random signs s_i, the mean of
 || (1/m) sum s_i g_i ||² over the signs is (1/m) mean ||g_i||². Gradients are those of the weighted loss, in evaluation
-mode. They are summed over the ranks, so that the density does not depend on the number of processes.
+mode, without factors that depend on a sample's own loss (weighting ``robust``). They are summed over the ranks, so that
+the density does not depend on the number of processes.
 """
 
 from collections.abc import Iterator
@@ -50,14 +51,22 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Measure before the optimizer step, every `frequency` steps from step 0 on, and update the density."""
-        if observation.step % self.frequency == 0:
+        """Measure before the optimizer step, every `frequency` steps from step 0 on, and update the density.
+
+        A measurement with a value that is not finite, for example in half precision, changes nothing.
+        """
+        if self.measures_in_step(observation.step):
             new = self.measure(observation)
-            decay = self.decay if self.updates else 0.0
-            self._values = decay * self._values + (1 - decay) * new
-            self.updates += 1
-            self.restored()
+            if np.isfinite(new).all():
+                decay = self.decay if self.updates else 0.0
+                self._values = decay * self._values + (1 - decay) * new
+                self.updates += 1
+                self.restored()
         yield
+
+    def measures_in_step(self, step: int) -> bool:
+        """Return True in every `frequency`-th step from step 0 on."""
+        return step % self.frequency == 0
 
     def measure(self, observation: Observation) -> Array:
         """Measure the number of every bin, (bins,)."""
@@ -68,11 +77,12 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         return np.maximum(values, 0.0)
 
     def restored(self) -> None:
-        """Set the density that follows from the values of the bins, once there are enough measurements.
+        """Set the density that follows from the values of the bins.
 
-        The density is the prior if no mass is above 0.
+        The density is the prior before there are enough measurements, or if no mass is above 0.
         """
         if self.updates < self.start:
+            self.set_masses(self.prior.masses())
             return
         edged = np.concatenate([self._values[:1], self._values, self._values[-1:]])
         smooth = (edged[:-2] + 2 * edged[1:-1] + edged[2:]) / 4
@@ -129,7 +139,7 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         return Cost(gradient=self.gradients * self.bin_count * self.per_bin(batch) / self.frequency)
 
 
-@sampler("gradient_norm", "kairos: least noise of uniform's gradient")
+@sampler("gradient_norm", "kairos: minimises the gradient variance of the uniform objective")
 class GradientNorm(FollowsGradients):
     r"""Density by the root mean square of a sample's gradient g at t, with importance weights.
 
@@ -207,12 +217,13 @@ class GradientVariance(FollowsGradients):
 class FirstOrder(FollowsGradients):
     r"""Density by the first-order decrease of the target after a gradient step at t.
 
-    $$p(t) \propto \max\left(0, \; \nabla L_t^\top D \, \nabla \bar{L}\right), \qquad
+    $$p(t) \propto \max\left(0, \; w(t) \, \nabla L_t^\top D \, \nabla \bar{L}\right), \qquad
     \bar{L} = \frac{1}{T} \sum_t w(t) L_t$$
 
-    A method of kairos: the inner product, in Adam's metric, of the gradient of the loss at t with that of the target.
-    The target is the weighted loss averaged over all t. Each gradient uses another half of the measured samples, so
-    that their noise does not correlate. Where a step at t would raise the target, the floor still draws the timestep.
+    A method of kairos: the inner product, in Adam's metric, of the gradient of the weighted loss at t with the gradient
+    of the target. The target is the weighted loss averaged over all t. Each gradient uses another half of the measured
+    samples, so that their noise does not correlate. Where a step at t would raise the target, the floor still draws the
+    timestep.
     """
 
     floor: float = option(0.2, "share of draws that are uniform instead", gt=0, lt=1)

@@ -6,7 +6,7 @@ Their state is tensors on the device of the batch from the first step on. Nothin
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -39,7 +39,8 @@ class FollowsLosses(Learned, TableDensity):
     def learn(self, observation: Observation) -> None:
         """Learn from the losses of all micro-batches of the step, of all ranks; all ranks must call it.
 
-        The state moves to the device of the losses.
+        The state moves to the device of the losses. Samples of the global batch that no rank has a loss of count as
+        samples whose loss is not finite: `add_losses` ignores them.
 
         Raises:
             ConfigError: `Strategy.loss` was not called in the step.
@@ -56,17 +57,20 @@ class FollowsLosses(Learned, TableDensity):
         if is_numpy_state:  # compute the density on the device, where a resume computes it
             self.restored()
         coordinates = observation.coordinates
-        stacked = torch.stack([observation.fractions, losses], 1)
+        stacked = torch.stack([observation.fractions, losses, torch.ones_like(losses)], 1)
         global_values = distributed.join_ranks(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
-        fractions, losses = global_values.transpose(0, 1).flatten(1)
-        self.add_losses(self.schedule.cells(fractions), losses)
+        fractions, losses, is_known = global_values.transpose(0, 1).flatten(1)
+        self.add_losses(self.schedule.cells(fractions), torch.where(is_known > 0, losses, torch.nan))
 
     def followed_losses(self, observation: Observation) -> Any:
         """Return the values whose averages set the density, shape of the draws: here the losses."""
         return observation.losses
 
     def add_losses(self, cells: Tensor, losses: Tensor) -> None:
-        """Learn from the followed values (batch,) at timesteps `cells`, int64 (batch,)."""
+        """Learn from the followed values (batch,) at timesteps `cells`, int64 (batch,).
+
+        Values that are not finite are ignored: a single one would make the density NaN for the rest of the run.
+        """
         raise NotImplementedError
 
     def restored(self) -> None:
@@ -95,21 +99,25 @@ class LossSecondMoment(FollowsLosses):
         self._counts = torch.zeros(schedule.timesteps, dtype=torch.int64)
 
     def add_losses(self, cells: Tensor, losses: Tensor) -> None:
-        """Replace the oldest losses of each timestep.
+        """Replace the oldest losses of each timestep by the finite ones of `losses`.
 
         Then set the density, which is uniform until each timestep has enough losses.
         """
-        cells, order = cells.sort(stable=True)
+        timesteps = len(self._counts)
+        # losses that are not finite come last, as if they were of a further timestep
+        cells, order = torch.where((losses**2).isfinite(), cells, timesteps).sort(stable=True)
+        is_finite = cells < timesteps
         first, end = torch.searchsorted(cells, cells), torch.searchsorted(cells, cells, right=True)
         number = torch.arange(len(cells), device=cells.device)
         # new losses of a timestep replace its oldest ones; number - first counts those of this step
-        slot = (self._counts[cells] + number - first) % self.history
-        kept = end - number <= self.history  # if a timestep has more new losses, its last ones: each has its own slot
+        slot = (self._counts[cells.clamp(max=timesteps - 1)] + number - first) % self.history
+        # if a timestep has more new losses, its last ones: each has its own slot
+        kept = is_finite & (end - number <= self.history)
         target = torch.where(kept, cells * self.history + slot, self._losses.numel())
         # a further entry at the end takes the losses that are not kept
         extended = torch.cat([self._losses.flatten(), losses[:1]]).scatter(0, target, losses[order])
         self._losses = extended[:-1].view_as(self._losses)
-        self._counts = self._counts.index_put((cells,), torch.ones_like(cells), accumulate=True)
+        self._counts = self._counts.index_put((cells.clamp(max=timesteps - 1),), is_finite.long(), accumulate=True)
         complete = self._counts.min() >= self.history
         mean = (self._losses**2).mean(1).sqrt()
         self.set_masses(torch.where(complete, mean, torch.ones_like(mean)))
@@ -129,24 +137,30 @@ class SmoothedLosses(FollowsLosses):
     start: int = option(100, "warm-up steps with the initial density", ge=1)
     frequency: int = option(10, "steps between updates of the density", ge=1)
 
-    state_names = ("_sums", "_taken", "updates", "_masses")
+    state_names = ("_sums", "_observed_steps", "updates", "_masses")
+    state_keys: ClassVar = {"_observed_steps": "taken"}
     power = 1
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self._sums = torch.zeros(2, schedule.timesteps, dtype=torch.float64)  # of powers of losses, and of their number
-        self._taken = 0
+        self._observed_steps = 0
         reach = max(math.ceil(3 * self.width * schedule.timesteps), 1)
         offset = torch.arange(-reach, reach + 1, dtype=torch.float64) / (self.width * schedule.timesteps)
         self._kernel = torch.exp(-(offset**2) / 2)
 
     def add_losses(self, cells: Tensor, losses: Tensor) -> None:
-        """Decay the sums and add the step's losses. After `start` steps, set the density every `frequency` steps."""
-        powers = torch.stack([losses**self.power, torch.ones_like(losses)])
+        """Decay the sums and add the step's finite losses.
+
+        After `start` steps, set the density every `frequency` steps.
+        """
+        powers = losses**self.power
+        is_finite = powers.isfinite()
+        values = torch.stack([torch.where(is_finite, powers, 0.0), is_finite.to(powers.dtype)])
         rows = torch.arange(2, device=cells.device)[:, None]
-        self._sums = (self._sums * self.decay).index_put((rows, cells[None]), powers, accumulate=True)
-        self._taken = self._taken + 1
-        if self._taken >= self.start and self._taken % self.frequency == 0:
+        self._sums = (self._sums * self.decay).index_put((rows, cells[None]), values, accumulate=True)
+        self._observed_steps = self._observed_steps + 1
+        if self._observed_steps >= self.start and self._observed_steps % self.frequency == 0:
             self.set_masses(self.relative_masses(self.smoothed_means()))
             self.updates = self.updates + 1
 
@@ -164,7 +178,8 @@ class SmoothedLosses(FollowsLosses):
         known = around[1] > 1e-12 * around[1].max()
         below, above = neighbours(known)
         nearest = torch.where(below >= 0, below, above).clamp(max=len(known) - 1)
-        return (around[0] / around[1])[nearest].clamp(min=1e-300)
+        means = torch.where(known.any(), (around[0] / around[1])[nearest], 1.0)  # 1: no loss at any timestep
+        return means.clamp(min=1e-300)
 
 
 def neighbours(known: Tensor) -> tuple[Tensor, Tensor]:

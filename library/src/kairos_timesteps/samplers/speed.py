@@ -25,8 +25,8 @@ class Speed(FixedDensity):
 
     $$p(t) = \frac{1}{k \tau + T - \tau} \cdot \begin{cases} k & t < \tau \\ 1 & t \ge \tau \end{cases}$$
 
-    ``tau`` defaults to 0.7 T (the paper's 700 of 1000); with ``r`` it is the first timestep where 1/alpha-bar
-    exceeds r.
+    ``tau`` defaults to 0.7 T (the paper's 700 of 1000). With ``r`` it is the result of theorem 1, rounded up. This
+    closed form is a few timesteps late: r = 100 gives 677, and 1/alpha-bar first exceeds 100 at timestep 673.
 
     Raises:
         ConfigError: tau is not before the end of the process.
@@ -69,14 +69,16 @@ class Reflected(TableDensity, FixedDensity):
 
     The first n//2 + 1 of n draws come from the density. Draw i of the rest is the reflection of draw i at m: m - t
     before m, t - m from m on. m - 1 is the first timestep where the central difference of sqrt(1 - alpha-bar) falls
-    under 1e-4. The density of this sampler is that of the batch size last drawn. Before the first draw and within other
-    samplers it is that of a large batch.
+    under 1e-4. The density of this sampler is that of the batch size last drawn by `draw`, which is part of the state.
+    Before the first draw and within other samplers it is that of a large batch.
     """
+
+    state_names = ("batch",)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self.batch: int | None = None
-        self.m = meaningful_steps(schedule)
+        self.m = reflection_timestep(schedule)
         t = np.arange(schedule.timesteps)
         reflection = np.where(t < self.m, self.m - t, t - self.m).clip(0, schedule.timesteps - 1)
         self._reflection = Tables(reflection)
@@ -98,7 +100,7 @@ class Reflected(TableDensity, FixedDensity):
         half = self._half.masses()
         (reflection,) = self._reflection.like(half)
         reflected = np.bincount(reflection, weights=half, minlength=len(half))
-        share = 0.5 if self.batch is None else min((self.batch // 2 + 1) / self.batch, 1.0)
+        share = 0.5 if not self.batch else min((self.batch // 2 + 1) / self.batch, 1.0)
         return share * half + (1 - share) * reflected
 
     def draw(self, coordinates: RandomCoordinates, x0: Tensor | None = None) -> Tensor:
@@ -122,6 +124,17 @@ class Reflected(TableDensity, FixedDensity):
             other = coordinates.uniform("floor", 2)
             draws = torch.where(other[..., 0] < self.floor, other[..., 1], draws)
         return draws.clamp(0.0, 1.0 - 2**-53)
+
+    def sample(self, *arguments: Any, **context: Any) -> Tensor:
+        """Draw fractions without a batch; see `Sampler.sample`. The density does not change."""
+        batch = self.batch
+        draws = super().sample(*arguments, **context)
+        self.batch = batch
+        return draws
+
+    def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
+        """Restore a state that `state_dict` returned; states of earlier versions contain no batch size."""
+        super().load_state_dict({"batch": None, **state}, device)
 
     def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
         """Return 1/(T p(t)) of both halves together, float32; None without `importance`."""
@@ -170,6 +183,6 @@ def _slope(schedule: NoiseSchedule) -> Array:
     return np.asarray(np.gradient(np.sqrt(1 - schedule.alphas_cumprod))) * schedule.timesteps / 1000
 
 
-def meaningful_steps(schedule: NoiseSchedule) -> int:
+def reflection_timestep(schedule: NoiseSchedule) -> int:
     """Return the timestep m at which the public code reflects; 1 if the slope never falls under 1e-4."""
     return int(np.argmax(_slope(schedule) < _FLAT)) + 1

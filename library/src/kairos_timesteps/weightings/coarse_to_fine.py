@@ -60,7 +60,7 @@ class CoarseToFine(Learned, AutoWeighting):
             best = gain.argmax()
             if gain[best] > 0:
                 self._share = np.where(snr > snr[best], (gain / gain[best]).clip(_LEAST, 1), 1.0)
-                self.restored()
+                self.invalidate_table()
 
     def state_dict(self) -> dict[str, Any]:
         """Return c, and the errors that it follows."""

@@ -29,7 +29,7 @@ class Unweighted(Weighting):
         return namespace(snr).ones_like(snr)
 
 
-@weighting("vlb", "the variational bound's own c_t")
+@weighting("vlb", "coefficient c_t of the variational bound")
 class Vlb(Weighting):
     r"""Coefficient of the variational bound (Kim et al. 2025, eq. 7), for sigma_t² of the reverse process.
 
@@ -173,7 +173,7 @@ class Sigmoid(Weighting):
 
 @weighting("auto", "kairos: the error of epsilon over ln SNR, less where little noise is left")
 class AutoWeighting(Weighting):
-    r"""Error of epsilon over all of ln SNR, less where little noise is left, whatever is predicted.
+    r"""Weights the epsilon error evenly in ln SNR, damped by 1/sqrt(1 + SNR) at low noise.
 
     $$w_\epsilon = \frac{1}{\sqrt{1 + \mathrm{SNR}}} \left|\frac{d \lambda}{d t}\right|$$
 

@@ -1,6 +1,8 @@
 """Learned uncertainty of EDM2: a weighting that is trained together with the network."""
 
+import copy
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +61,13 @@ class Uncertainty(Learned, Weighting):
 
     def expected(self) -> Tensor:
         """Return u of every timestep, (T,)."""
-        return self._features @ self.linear
+        return self._linear_in(self._features)
+
+    def _linear_in(self, features: Tensor) -> Tensor:
+        """Return u of features (..., channels), float32 also under autocast."""
+        kind = features.device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+            return features @ self.linear
 
     def weights(self, step: Any = 0) -> Array:
         """Return w/exp(u) of every timestep, float64 (T,)."""
@@ -69,7 +77,7 @@ class Uncertainty(Learned, Weighting):
     def uncertainty(self, fractions: Tensor) -> Tensor:
         """Return u at fractions of the process, float32, shape and device of `fractions`."""
         self._move(fractions.device)
-        return self._features[self.schedule.cells(fractions)] @ self.linear
+        return self._linear_in(self._features[self.schedule.cells(fractions)])
 
     def at(self, process: "Process", t: Tensor, step: Any = 0) -> Tensor:
         """Return w/exp(u) at times of a process, float32, for measurements; never cached, because u is trained."""
@@ -79,10 +87,11 @@ class Uncertainty(Learned, Weighting):
     def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
         """Return the formula times the importance weights; `weights` contain w, without exp(u).
 
-        The gradient of the result also reaches u.
+        The gradient of the result also reaches u, except from losses that are not finite.
         """
-        u = self.uncertainty(fractions)
-        return importance * (weights * losses * (-u).exp() + u)
+        u, weighted = self.uncertainty(fractions), weights * losses
+        u = torch.where(weighted.isfinite(), u, u.detach())  # equal values; a NaN would stay in u for good
+        return importance * (weighted * (-u).exp() + u)
 
     def step(self, observation: Observation) -> None:
         """Take an optimizer step on u with the gradient of the backward pass, averaged over ranks, and clear it.
@@ -102,11 +111,12 @@ class Uncertainty(Learned, Weighting):
 
     def state_dict(self) -> dict[str, Any]:
         """Return u and the state of its optimizer."""
-        return {"linear": self.linear.detach().clone(), "optimizer": self.optimizer.state_dict()}
+        # the optimizer returns the tensors that it updates
+        return {"linear": self.linear.detach().clone(), "optimizer": copy.deepcopy(self.optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
         """Restore a state that `state_dict` returned."""
         self._move(device)
         with torch.no_grad():
             self.linear.copy_(state["linear"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it keeps the tensors that it loads

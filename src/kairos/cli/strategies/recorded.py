@@ -23,7 +23,7 @@ from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.components import PROCESSES, SAMPLERS
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.lookup import parse_name
-from kairos_timesteps.options import but_name
+from kairos_timesteps.options import options_without_name
 
 _RECORD_PATTERN = "milestones/*/milestone.json"  # records of snapshots in the folder of a training run
 _PER_IMAGE_NOTE = (
@@ -159,9 +159,13 @@ def _view_of_checkpoint(
         problem = f"p(t) of {sampler['name']} differs between images, and step {content['step']} has no snapshot"
         raise KairosError(f"{file}: {problem} with the mean over training images; pass the folder of a snapshot")
     name = f"{sampler['name']}+{weighting['name']}"
-    strategy = Strategy(name, process, sampler=but_name(sampler), weighting=but_name(weighting))
+    strategy = Strategy(name, process, sampler=options_without_name(sampler), weighting=options_without_name(weighting))
     try:
-        strategy.load_state_dict(content["strategy"])
+        state = content["strategy"]
+        settings = dict(state.get("settings", {}))
+        for name_of_setting in ("seed", "coupling"):  # the table does not depend on these
+            settings.pop(name_of_setting, None)
+        strategy.load_state_dict({**state, "settings": settings})
         columns = strategy.table()
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         expected = f"{name} with T = {process.schedule.timesteps}"

@@ -21,7 +21,7 @@ from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.lookup import build_pair, parse_name, table
-from kairos_timesteps.options import but_name, default_values, unknown_key
+from kairos_timesteps.options import default_values, options_without_name, unknown_key
 
 _SIGMA_DATA = 0.5  # standard deviation of pixels, the default of weighting edm; a training run measures its data
 _MOST_EXACT = 1e15  # integers below are exact in float64
@@ -108,7 +108,7 @@ def build_strategy_view(
 
 def _describe_component(component: dict[str, Any]) -> str:
     """Return a component as text, such as ``speed: k=5, tau=null``; without options, the name alone."""
-    options = describe_options(but_name(component))
+    options = describe_options(options_without_name(component))
     return f"{component['name']}: {options}" if options else str(component["name"])
 
 
@@ -410,8 +410,8 @@ def build_initial_view(arguments: argparse.Namespace, context: dict[str, Any] | 
     sampler, weighting = build_pair(
         build_process_with_warnings(diffusion.process, diffusion.prediction),
         names=(sampler_name, weighting_name),
-        sampler=but_name(sampler_settings),
-        weighting=but_name(weighting_settings),
+        sampler=options_without_name(sampler_settings),
+        weighting=options_without_name(weighting_settings),
     )
     curriculum, curriculum_notes = _curriculum_context(sampler, sampler_name, arguments.progress)
     provided = {} if context is None else context
