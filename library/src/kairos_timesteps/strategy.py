@@ -456,9 +456,12 @@ class Strategy:
         """Return what the strategy and a state for it have in common, as plain values.
 
         ``log_snr`` are ln SNR of the first, the middle and the last timestep, which differ between noise schedules.
+        They are rounded, because last bits of logarithms differ between CPU models, and checkpoints are compared by
+        their hashes.
         """
         sampler, weighting = parse_name(self.name)
-        log_snr = np.log(self.process.schedule.snr)
+        with np.errstate(divide="ignore"):  # without signal, ln SNR is -inf
+            log_snr = np.log(self.process.schedule.snr)
         return {
             "sampler": sampler,
             "weighting": weighting,
@@ -466,7 +469,7 @@ class Strategy:
             "seed": self.seed,
             "prediction": self.process.prediction,
             "timesteps": len(log_snr),
-            "log_snr": log_snr[[0, len(log_snr) // 2, -1]].tolist(),
+            "log_snr": log_snr[[0, len(log_snr) // 2, -1]].round(3).tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
