@@ -251,7 +251,7 @@ class Strategy:
                 self._blocks.clear()
             steps = range(block * _BLOCK_STEPS, (block + 1) * _BLOCK_STEPS)
             self._blocks[key] = block, self._draw(None, coordinates.replace(step=steps, samples_before=None))
-        return [values[row].clone() for values in self._blocks[key][1]]  # callers may change the draw in place
+        return [values[row] for values in self._blocks[key][1]]
 
     def _draw(self, x0: Any, coordinates: RandomCoordinates) -> list[Tensor]:
         """Return fractions, times, weights, importance weights and their products, of the samples.
