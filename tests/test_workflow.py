@@ -290,6 +290,8 @@ def test_a_forced_training_starts_over_and_a_controller_killed_before_its_metada
         )
         request.addfinalizer(controller.kill)
         wait_for(lambda: running(computed.folder, "--milestones 0 20"))
+        # Snakemake starts the job first, and then marks its outputs as incomplete
+        wait_for(lambda: any((computed.folder / ".snakemake/incomplete").glob("*")))
         controller.send_signal(signal.SIGSTOP)
     wait_for(lambda: not running(computed.folder, "--milestones 0 20"))
     assert (computed.folder / FOLDER / "milestones/0000020/milestone.json").exists()

@@ -39,7 +39,7 @@ def test_a_state_of_another_strategy_or_convention_is_rejected():
     state = TinyTraining("loss_rms", "flow", time="data_is_one").timesteps.state_dict()
     with pytest.raises(ConfigError, match="state: time: got 'data_is_one', allowed: 'noise_is_one'"):
         TinyTraining("loss_rms", "flow", time="noise_is_one").timesteps.load_state_dict(state)
-    with pytest.raises(ConfigError, match="state: name: got 'loss_rms', allowed: 'uniform'"):
+    with pytest.raises(ConfigError, match="state: sampler: got 'loss_rms', allowed: 'uniform'"):
         TinyTraining("uniform", "flow", time="data_is_one").timesteps.load_state_dict(state)
 
 
@@ -55,7 +55,7 @@ def test_a_state_of_other_settings_is_rejected(other):
     attached().load_state_dict(state)
     with pytest.raises(ConfigError, match=f"state: {next(iter(other))}"):
         attached(**other).load_state_dict(state)
-    with pytest.raises(ConfigError, match="state: name"):
+    with pytest.raises(ConfigError, match="state: time: got None"):
         attached().load_state_dict({})
 
 

@@ -90,7 +90,7 @@ def test_samplers_that_follow_losses_at_several_times_resume_exactly(sampler):
 @pytest.mark.parametrize("interrupted", range(1, STEPS))
 @pytest.mark.parametrize("name", ["gradient_variance", "first_order"])
 def test_a_sampler_resumes_exactly_if_no_measured_value_is_positive(name, interrupted):
-    """The density then keeps its previous value, which cannot be derived from the measured values."""
+    """The density is then the prior."""
     check_resume(Specification({"name": name, "bins": 2, "frequency": 1, "decay": 0.0, "start": 1}), interrupted)
 
 
@@ -142,6 +142,8 @@ def test_an_initial_state_resets_what_was_learned(name):
         ("sampler", Strategy("uniform+min_snr", timesteps=100, seed=3)),
         ("weighting", Strategy("speed+p2", timesteps=100, seed=3)),
         ("coupling", Strategy("speed+min_snr", timesteps=100, seed=3, coupling={"name": "nearest", "k": 2})),
+        ("sampler options", Strategy("speed+min_snr", timesteps=100, seed=3, sampler={"k": 2})),
+        ("weighting options", Strategy("speed+min_snr", timesteps=100, seed=3, weighting={"gamma": 1})),
         ("seed", Strategy("speed+min_snr", timesteps=100)),
         ("timesteps", Strategy("speed+min_snr", timesteps=1000, seed=3)),
         ("prediction", Strategy("speed+min_snr", timesteps=100, seed=3, prediction="v")),

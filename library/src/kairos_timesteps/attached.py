@@ -148,9 +148,6 @@ class Attached:
     ):
         self.strategy, self.optimizer, self.network, self.time = strategy, optimizer, network, time
         self._scheduler, self._prediction_type = scheduler, _prediction_type(scheduler)
-        # `load_state_dict` rejects a state that was saved with other settings
-        options = {"sampler": strategy.sampler.option_values(), "weighting": strategy.weighting.option_values()}
-        self._settings = {"name": strategy.name, "seed": strategy.seed, "time": time.name, **options}
         self._measures = isinstance(strategy.sampler, MeasuresNetwork)
         self._learns = any(isinstance(component, Learned) for component in (strategy.sampler, strategy.weighting))
         self._reset()
@@ -291,7 +288,7 @@ class Attached:
         """
         self._finish_step()
         state = self.strategy.state_dict()
-        return {**self._settings, "strategy": state, "keys": _paths(state)}
+        return {"time": self.time.name, "strategy": state, "keys": _paths(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned, on the device of the optimizer's parameters.
@@ -302,8 +299,7 @@ class Attached:
             ConfigError: the state is from another strategy, process, prediction, seed, convention of time, or other
                 options, or values of it are missing.
         """
-        for key, present in self._settings.items():
-            demand(state.get(key) == present, f"state: {key}", repr(state.get(key)), repr(present))
+        demand(state.get("time") == self.time.name, "state: time", repr(state.get("time")), repr(self.time.name))
         missing = sorted({*state.get("keys", [])} - {*_paths(state["strategy"])})
         allowed = (
             "all values that were saved; torch.distributed.checkpoint restores only those that exist before the load: "

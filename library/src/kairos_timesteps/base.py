@@ -7,7 +7,7 @@ discrete process. A weighting gives a factor for each sample's loss. Neither dep
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -76,13 +76,12 @@ class Stateful(Component):
     """Base of components with state.
 
     Attributes:
-        state_names: names of the attributes that are the state: numbers, numpy arrays and tensors.
-        state_keys: keys in stored states of attributes whose key is not the name without leading underscores.
+        state_names: names of the attributes that are the state: numbers, numpy arrays and tensors. Without leading
+            underscores they are the keys of stored states.
         group: process group of the ranks that share the global batch; None: all ranks.
     """
 
     state_names: tuple[str, ...] = ()
-    state_keys: ClassVar[dict[str, str]] = {}
     group: distributed.Group = None
 
     def __init__(self, options: Any, schedule: NoiseSchedule):
@@ -90,11 +89,11 @@ class Stateful(Component):
         self.schedule = schedule
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resume needs, by the keys of the attributes; empty without state.
+        """Return everything that a resume needs, by names without leading underscores; empty without state.
 
         Arrays become tensors. Tensors are copies, on their device.
         """
-        state = {self._state_key(name): getattr(self, name) for name in self.state_names}
+        state = {name.lstrip("_"): getattr(self, name) for name in self.state_names}
         return {
             name: torch.as_tensor(value).clone() if hasattr(value, "shape") else value for name, value in state.items()
         }
@@ -110,15 +109,11 @@ class Stateful(Component):
         """
         demand(self.state_names or not state, f"{type(self).__name__}: state", sorted(state), "none: it has no state")
         for name in self.state_names:
-            value, present = state[self._state_key(name)], getattr(self, name)
+            value, present = state[name.lstrip("_")], getattr(self, name)
             if hasattr(value, "cpu"):
                 value = value.cpu().numpy().copy() if isinstance(present, np.ndarray) else value.to(device, copy=True)
             setattr(self, name, value)
         self.restored()
-
-    def _state_key(self, name: str) -> str:
-        """Return the key of an attribute in stored states."""
-        return self.state_keys.get(name, name.lstrip("_"))
 
     def restored(self) -> None:
         """Recompute derived values after `load_state_dict`."""
@@ -132,7 +127,10 @@ class MeasuresNetwork(Learned):
     """Mixin of samplers that measure the network around a step: `Strategy.observe` needs the network."""
 
     def measures_in_step(self, step: int) -> bool:
-        """Return True if the sampler measures the network in a step; samplers that measure rarely override it."""
+        """Return True if the sampler measures the network in this step. The default is every step.
+
+        Samplers that measure every n-th step override it.
+        """
         return True
 
 
@@ -314,6 +312,7 @@ class FixedDensity(Sampler):
     """Base of samplers whose density does not learn."""
 
     points: str = option("random", "uniform numbers that draws are made from", choices=POINTS)
+    per_batch = False  # True if all draws of a batch come from one component of a mixture
 
     def has_mass(self, low: float, high: float) -> bool:
         """Return True if the density has mass between two fractions, at the beginning and the end of a curriculum.

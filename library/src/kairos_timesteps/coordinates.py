@@ -191,11 +191,8 @@ def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
 
 
 def van_der_corput(index: Tensor) -> Tensor:
-    """Mirror the lower 53 bits of each index at the binary point, elementwise.
-
-    The result has torch's default type: float32 has 24 bits, so it is exact for indices below 2**24.
-    """
-    value = 0.0 * index
+    """Mirror the lower 53 bits of each index at the binary point, elementwise, float64."""
+    value = 0.0 * index.double()
     for bit in range(53):
         value = value + (index >> bit & 1) * 2.0 ** -(bit + 1)
     return value

@@ -135,7 +135,7 @@ class Strategy:
         self._context_names = {*_CONTEXT_NAMES, *self.sampler.context_names}
         self._learns = isinstance(self.sampler, Learned) or isinstance(self.weighting, Learned)
         self._micro_batches: list[_MicroBatch] = []  # of the current step, those with losses
-        self._indices_given = False  # True if the caller passed `index` in the current step
+        self._indices_given = False  # True if a training draw of the current step had `index`
         self._blocks: dict[Any, tuple[int, list[Tensor]]] = {}  # prefetch block of each slice of the batch
         if not self.sampler.requires_context:
             finite = np.isfinite(self.weighting.weights()[self.sampler.probabilities() > 0]).all()
@@ -193,10 +193,10 @@ class Strategy:
         total = total or len(x0) * distributed.ranks(self.group)
         now, (offset, earlier) = self.step if step is None else step, self._samples
         offset = offset if index is None else 0  # indices given by the caller count from the start of the step
-        self._indices_given |= index is not None
         coordinates = RandomCoordinates(self.seed, now, offset, offset + earlier, index, total, times, context=context)
         coordinates = coordinates.for_batch(x0, self.group)
         if step is None:
+            self._indices_given |= index is not None
             self._samples[0] = offset + total
         else:
             coordinates = coordinates.replace(offset=0, samples_before=None)
@@ -453,7 +453,7 @@ class Strategy:
         }
 
     def _settings(self) -> dict[str, Any]:
-        """Return what the strategy and a state for it have in common, as plain values.
+        """Return the settings that a state must match, as plain values.
 
         ``log_snr`` are ln SNR of the first, the middle and the last timestep, which differ between noise schedules.
         They are rounded, because last bits of logarithms differ between CPU models, and checkpoints are compared by
@@ -466,6 +466,8 @@ class Strategy:
             "sampler": sampler,
             "weighting": weighting,
             "coupling": self._coupling_name,
+            "sampler options": self.sampler.option_values(),
+            "weighting options": self.weighting.option_values(),
             "seed": self.seed,
             "prediction": self.process.prediction,
             "timesteps": len(log_snr),
@@ -479,8 +481,8 @@ class Strategy:
         ``settings`` are not compared.
 
         Raises:
-            ConfigError: the state is from a strategy of another sampler, weighting, coupling, seed, prediction or
-                number of timesteps, or of a process with other noise levels. Nothing is restored.
+            ConfigError: the state is from a strategy of another sampler, weighting or coupling, with other options,
+                seed, prediction or number of timesteps, or of a process with other noise levels. Nothing is restored.
         """
         saved = state.get("settings", {})
         for key, present in self._settings().items():

@@ -52,7 +52,7 @@ def build_table(analysis: AnalysisOptions, experiment: Any, results: Path) -> pd
 
 
 def _read_table(path: Path) -> pd.DataFrame:
-    """Return the table of a snapshot with method names as text: neither 10 nor NA is read as a number."""
+    """Return the table of a snapshot. Method names stay text: 10 is no number, and NA no missing value."""
     return pd.read_csv(path, dtype={"method": str}, keep_default_na=False, na_values=[""])
 
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from kairos_timesteps.diffusion.schedule import (
     CELLS,
-    CONTINUOUS,
     ENDS,
     PREDICTIONS,
     SCHEDULES,
@@ -70,11 +69,14 @@ class Process(Component):
         prediction: what `predict` returns: ``epsilon``, ``x0``, ``v`` (signal eps - noise x0) or ``flow`` (eps - x0).
         time_symbol: symbol of the process' time.
         time_scale: the network is called with `embedded` times this, so that its sinusoids resolve it.
+        schedule_name: name of `schedule`: the name of the kairos process that this one is or derives from, or
+            ``continuous``. The name of a user's class may be that of a discrete noise schedule.
     """
 
     library_defaults: ClassVar[dict[str, Any]] = {}  # defaults without an experiment, where they differ
     prediction = ""
     time_symbol = "t"
+    schedule_name = "continuous"
     time_scale: float = 1.0
 
     def __init__(self, options: Any = None, prediction: str = "epsilon", **options_by_name: Any):
@@ -106,15 +108,12 @@ class Process(Component):
     def schedule(self) -> NoiseSchedule:
         """The process cut into cells of equal fractions, by their centres.
 
-        Its name is the name of the kairos process that this one is or derives from. For other processes it is
-        ``continuous``, because the name of a user's class may be that of a noise schedule.
+        Its name is `schedule_name`.
         """
         t = self.times((np.arange(CELLS) + 0.5) / CELLS)
         signal, noise = self.coefficients(t)
         cut = NoiseSchedule.of_alphas_cumprod(signal**2 / (signal**2 + noise**2))
-        names = [cls.__name__.lower() for cls in type(self).__mro__ if cls.__module__ == __name__]
-        name = next((name for name in names if name in CONTINUOUS), "continuous")
-        return NoiseSchedule(cut.betas, name=name, cell_times=t)
+        return NoiseSchedule(cut.betas, name=self.schedule_name, cell_times=t)
 
     def snr(self, t: Values) -> Values:
         """Return the signal-to-noise ratio, elementwise."""
@@ -254,6 +253,7 @@ class Edm(Process):
     negated: bool = option(False, "the network's output is subtracted (v_prediction of diffusers' EDM schedulers)")
 
     prediction, time_symbol = "x0", "sigma"
+    schedule_name = "edm"
     library_defaults: ClassVar = {"sigma_data": 0.5, "time_scale": 1.0}
 
     def __init__(self, options: Any = None, prediction: str = "", **options_by_name: Any):
@@ -305,6 +305,7 @@ class Fdm(Edm):
     """
 
     multiplier: float = option(2.0, "m of the momentum's time; published: 2 for CIFAR-10, else 1", gt=0)
+    schedule_name = "fdm"
 
     def _input_scale(self, t: Tensor) -> Tensor:
         share = (t - self.sigma_min) / (self.sigma_min * self._ratio - self.sigma_min)
@@ -323,6 +324,7 @@ class Flow(Process):
     time_scale: float = option(1000.0, "factor of t in the network's time input", gt=0)
 
     prediction = "flow"
+    schedule_name = "flow"
     library_defaults: ClassVar = {"time_scale": 1.0}
 
     def times(self, fractions: Values) -> Values:
@@ -346,6 +348,7 @@ class Vp(Process):
     beta_max: float = option(20.0, "beta at t = 1", gt=0)
     t_min: float = option(1e-5, "smallest time trained and sampled", gt=0, lt=1)
     time_scale: float = option(999.0, "factor of t in the network's time input", gt=0)
+    schedule_name = "vp"
 
     def times(self, fractions: Values) -> Values:
         """Return the times t_min + (1 - t_min) u."""

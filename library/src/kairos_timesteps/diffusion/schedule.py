@@ -19,7 +19,7 @@ from kairos_timesteps.numeric import Values, integers
 
 SCHEDULES = ("linear", "cosine", "quadratic", "scaled_linear")
 PREDICTIONS = ("epsilon", "x0", "v")
-CONTINUOUS = ("edm", "fdm", "flow", "vp")
+CONTINUOUS = ("edm", "fdm", "flow", "vp")  # kairos' processes in continuous time
 VARIANCES = ("fixed_large", "fixed_small", "learned_range")
 ENDS = {"linear": (1e-4, 0.02), "quadratic": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}  # usual betas
 CELLS = 1000  # cells of a continuous process: rows of tables, and timesteps of strategies defined per timestep

@@ -52,11 +52,6 @@ def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
     return {"name": component["name"], **dump(sampler_class, options), **{key: component[key] for key in extra}}
 
 
-def _is_per_batch(density: FixedDensity) -> bool:
-    """Return True if all draws of a batch come from one component of a mixture."""
-    return bool(getattr(density, "per_batch", False))
-
-
 def density_option() -> Any:
     """Declare an option whose value is a fixed sampler."""
     help = "a fixed sampler: its name, or its name and options"
@@ -101,9 +96,6 @@ class Composed(FixedDensity):
     """Base of samplers made of other densities, `components`: `Transformed` has one, `Combined` several.
 
     Each component keeps its floor. Draws need the context of this sampler and of the components.
-
-    Attributes:
-        per_batch: True if all draws of a batch come from one component of a mixture.
     """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
@@ -111,7 +103,7 @@ class Composed(FixedDensity):
         self.components: list[FixedDensity] = [
             SAMPLERS.build(name, values, schedule, seed) for name, values in self.declared_components(options)
         ]
-        self.per_batch = getattr(options, "per", "sample") == "batch" or any(map(_is_per_batch, self.components))
+        self.per_batch = any(component.per_batch for component in self.components)
         inner = [name for component in self.components for name in component.context_names]
         self.context_names = tuple(dict.fromkeys([*self.context_names, *inner]))
 
@@ -136,17 +128,17 @@ class Composed(FixedDensity):
     def uniforms(self, coordinates: RandomCoordinates) -> Any:
         """Return uniform numbers; with ``per: batch`` all numbers of a batch select one component."""
         uniform = super().uniforms(coordinates)
-        return self.restrict_with_floor(uniform, coordinates) if self.per_batch else uniform
+        return self.select_component_with_floor(uniform, coordinates) if self.per_batch else uniform
 
-    def restrict_with_floor(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
-        """Restrict the uniform numbers that do not draw from the floor, see `draw_from_uniform`."""
+    def select_component_with_floor(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
+        """Apply `select_component` to the uniform numbers that do not draw from the floor, see `draw_from_uniform`."""
         if not self.floor:
-            return self.restrict(uniform, coordinates)
+            return self.select_component(uniform, coordinates)
         rest = (uniform - self.floor).clip(0.0, None) / (1 - self.floor)
-        restricted = self.floor + (1 - self.floor) * self.restrict(rest, coordinates)
-        return namespace(uniform).where(uniform < self.floor, uniform, restricted)
+        selecting = self.floor + (1 - self.floor) * self.select_component(rest, coordinates)
+        return namespace(uniform).where(uniform < self.floor, uniform, selecting)
 
-    def restrict(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
+    def select_component(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
         """Map uniform numbers into the interval for which `map_uniform` draws from the component of the batch."""
         raise NotImplementedError
 
@@ -165,10 +157,10 @@ class Transformed(Composed):
         """Return name and options of the density."""
         return [split(options.density)]
 
-    def restrict(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
-        """Restrict uniform numbers as `base` requires; see `Composed.restrict`."""
+    def select_component(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
+        """Map uniform numbers so that `base` draws from the component of the batch."""
         assert isinstance(self.base, Composed)
-        return self.base.restrict_with_floor(uniform, coordinates)
+        return self.base.select_component_with_floor(uniform, coordinates)
 
     def to_process(self, v: Values, **context: Any) -> Values:
         """Map fractions of the density to fractions of the process, without decreasing, elementwise."""
@@ -364,7 +356,7 @@ class Combined(Composed):
         super().__init__(options, schedule, seed)
         self.values = [component[self.key] for component in self.parts]
         got, allowed = "a mixture with per: batch", "densities; set per: batch for the whole sampler alone"
-        demand(not any(map(_is_per_batch, self.components)), "parts", got, allowed)
+        demand(not any(component.per_batch for component in self.components), "parts", got, allowed)
 
     @classmethod
     def declared_components(cls, options: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -386,7 +378,7 @@ class Combined(Composed):
         """Return the inverse of `cdf`, by bisection."""
         return bisect(lambda u: self.cdf(u, **context), p)
 
-    def restrict(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
+    def select_component(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
         """Map uniform numbers into the share of one component, which is selected for the whole batch."""
         choice, below = coordinates.uniform("part", sample_indices=range(1)), 0.0
         for share in self.shares(**coordinates.arguments(self.context_names)):
@@ -421,6 +413,10 @@ class Mixture(Combined):
     per: str = option("sample", "what is drawn from one component", choices=("sample", "batch"))
     key = "share"
 
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.per_batch = self.per == "batch"
+
     def shares(self, **context: Any) -> list[Any]:
         """Return the shares over their sum."""
         return [value / sum(self.values) for value in self.values]
@@ -429,7 +425,7 @@ class Mixture(Combined):
         """Return True if a component with a share has mass; with ``per: batch``, if all of them do."""
         components = [component for component, share in zip(self.components, self.values) if share]
         has_mass = [component.has_mass(low, high) for component in components]
-        return bool(self.floor) or (all(has_mass) if self.per == "batch" else any(has_mass))
+        return bool(self.floor) or (all(has_mass) if self.per_batch else any(has_mass))
 
 
 @sampler("by_group", "a density for each group of the data set")
@@ -465,8 +461,6 @@ class ByGroup(Combined):
         self._check_group(group)
         if isinstance(group, str):
             group = self.values.index(group)
-        if isinstance(group, (list, tuple)):
-            group = np.asarray(group)
         members = [group == number for number in range(len(self.components))]
         if isinstance(group, np.ndarray):
             return [item.astype(np.float64) for item in members]

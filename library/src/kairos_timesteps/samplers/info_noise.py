@@ -1,6 +1,6 @@
 """InfoNoise: a density of ln sigma that follows the gated rate of conditional entropy (Raya et al. 2026)."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -70,8 +70,7 @@ class InfoNoise(FollowsErrors):
 
     stated_for = "v"
     per_log_snr = False
-    state_names = ("_sums", "_means", "_measured", "_pivot", "_observed_steps", "updates", "_masses")
-    state_keys: ClassVar = {"_observed_steps": "taken"}
+    state_names = ("_sums", "_means", "_measured", "_pivot", "_taken", "updates", "_masses")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -81,7 +80,7 @@ class InfoNoise(FollowsErrors):
         self._means = torch.zeros(self.bins, dtype=torch.float64)  # errors of v
         self._measured = torch.zeros(self.bins, dtype=torch.bool)  # bins that have a mean
         self._pivot = torch.zeros((), dtype=torch.float64)
-        self._observed_steps = 0
+        self._taken = 0  # number of observed steps
         self._grid = {name: torch.from_numpy(values) for name, values in self.grid().items()}
 
     def grid(self) -> dict[str, Any]:
@@ -109,7 +108,7 @@ class InfoNoise(FollowsErrors):
     def learn(self, observation: Observation) -> None:
         """Learn from the errors of the step. After the warm-up, set the density every `frequency` steps."""
         super().learn(observation)
-        if self._observed_steps >= self.start and (self._observed_steps - self.start) % self.frequency == 0:
+        if self._taken >= self.start and (self._taken - self.start) % self.frequency == 0:
             self.refresh(self.weights_of_x0(observation) if self.divide else None)
 
     def add_losses(self, cells: Tensor, losses: Tensor) -> None:
@@ -121,7 +120,7 @@ class InfoNoise(FollowsErrors):
         values = torch.stack([torch.where(finite, losses, 0.0), finite.to(losses.dtype)])
         rows = torch.arange(2, device=losses.device)[:, None]
         self._sums = self._sums.index_put((rows, grid["bin"][cells][None]), values, accumulate=True)
-        self._observed_steps = self._observed_steps + 1
+        self._taken = self._taken + 1
 
     def grid_on(self, device: "torch.device") -> dict[str, Tensor]:
         """Return `grid` as tensors on a device."""

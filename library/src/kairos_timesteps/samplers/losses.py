@@ -6,7 +6,7 @@ Their state is tensors on the device of the batch from the first step on. Nothin
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -39,8 +39,8 @@ class FollowsLosses(Learned, TableDensity):
     def learn(self, observation: Observation) -> None:
         """Learn from the losses of all micro-batches of the step, of all ranks; all ranks must call it.
 
-        The state moves to the device of the losses. Samples of the global batch that no rank has a loss of count as
-        samples whose loss is not finite: `add_losses` ignores them.
+        The state moves to the device of the losses. Samples without a loss on any rank are ignored, like losses that
+        are not finite.
 
         Raises:
             ConfigError: `Strategy.loss` was not called in the step.
@@ -137,14 +137,13 @@ class SmoothedLosses(FollowsLosses):
     start: int = option(100, "warm-up steps with the initial density", ge=1)
     frequency: int = option(10, "steps between updates of the density", ge=1)
 
-    state_names = ("_sums", "_observed_steps", "updates", "_masses")
-    state_keys: ClassVar = {"_observed_steps": "taken"}
+    state_names = ("_sums", "_taken", "updates", "_masses")
     power = 1
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self._sums = torch.zeros(2, schedule.timesteps, dtype=torch.float64)  # of powers of losses, and of their number
-        self._observed_steps = 0
+        self._taken = 0  # number of observed steps
         reach = max(math.ceil(3 * self.width * schedule.timesteps), 1)
         offset = torch.arange(-reach, reach + 1, dtype=torch.float64) / (self.width * schedule.timesteps)
         self._kernel = torch.exp(-(offset**2) / 2)
@@ -159,8 +158,8 @@ class SmoothedLosses(FollowsLosses):
         values = torch.stack([torch.where(is_finite, powers, 0.0), is_finite.to(powers.dtype)])
         rows = torch.arange(2, device=cells.device)[:, None]
         self._sums = (self._sums * self.decay).index_put((rows, cells[None]), values, accumulate=True)
-        self._observed_steps = self._observed_steps + 1
-        if self._observed_steps >= self.start and self._observed_steps % self.frequency == 0:
+        self._taken = self._taken + 1
+        if self._taken >= self.start and self._taken % self.frequency == 0:
             self.set_masses(self.relative_masses(self.smoothed_means()))
             self.updates = self.updates + 1
 
