@@ -92,16 +92,25 @@ def read_experiment(folder: Path) -> pd.DataFrame:
     return table.astype(dict.fromkeys(measured, float))  # None, a value that is not measured, becomes NaN
 
 
+def final_seeds(setting: str) -> range:
+    """Return the seeds of a setting in the final round of studies/tuned.py.
+
+    The latents have twelve instead of ten, because the distance varies more there: they detect 23 %.
+    """
+    return range(40, 52) if setting == "fashion_mnist_latents" else range(40, 50)
+
+
 def drop_unfinished_settings(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of finished settings, and print the names of unfinished settings to standard error.
 
-    A setting is finished if it contains every method that occurs in any setting, and its methods have equal seeds.
+    A setting is finished if every method that occurs in any setting has all seeds of `final_seeds`.
     """
     methods = set(rows["method"])
     finished = []
     for setting, setting_rows in rows.groupby("setting", sort=False):
-        seeds_by_method = setting_rows.groupby("method")["seed"].agg(frozenset)
-        if set(seeds_by_method.index) == methods and seeds_by_method.nunique() == 1:
+        seeds_by_method = setting_rows.groupby("method")["seed"].agg(set)
+        has_all_seeds = all(seeds == {*final_seeds(setting)} for seeds in seeds_by_method)
+        if set(seeds_by_method.index) == methods and has_all_seeds:
             finished.append(setting)
         else:
             print(f"{setting}: unfinished, left out", file=sys.stderr)

@@ -21,7 +21,7 @@ from typing import Any
 
 import pandas as pd
 import yaml
-from judge import METRICS, log_values_at, power, read_experiment
+from judge import METRICS, final_seeds, log_values_at, power, read_experiment
 from run import run_experiment, write_experiment
 
 from kairos.files import write_text
@@ -30,9 +30,7 @@ from kairos.training.job import read_progress
 HERE = Path(__file__).parent
 TUNING = yaml.safe_load((HERE / "tuning.yaml").read_text(encoding="utf-8"))
 SETTINGS = ["fashion_mnist_latents", "cifar10_edm", "cifar10", "digits"]
-SEEDS = {"power": range(20, 24), "rates": range(30, 32), "options": range(30, 32), "final": range(40, 50)}
-# twelve seeds instead of ten, because the distance in latents varies more: they detect 23 %
-FINAL_SEEDS = {"fashion_mnist_latents": range(40, 52)}
+SEEDS = {"power": range(20, 24), "rates": range(30, 32), "options": range(30, 32)}  # of the final round: `final_seeds`
 SEEDS_PER_EXPERIMENT = 2  # rows are saved after each experiment, so an interruption costs at most this many seeds
 POWER = ("uniform", "log_normal", "coarse_to_fine")  # strategies of the round power
 COMPARISONS = 9 * len(SETTINGS)  # ratios to uniform in one metric; the size of Holm's correction
@@ -141,7 +139,7 @@ def run_round(round_name: str, setting: str, cores: str) -> int:
     Returns Snakemake's exit status.
     """
     trials = list_trials(round_name, setting)
-    round_seeds = FINAL_SEEDS.get(setting, SEEDS[round_name]) if round_name == "final" else SEEDS[round_name]
+    round_seeds = final_seeds(setting) if round_name == "final" else SEEDS[round_name]
     for factor in sorted({trial.factor for trial in trials}):
         factor_trials = [trial for trial in trials if trial.factor == factor]
         seeds = [seed for seed in round_seeds if not is_finished(read_table(round_name), setting, factor_trials, seed)]
@@ -227,7 +225,7 @@ def describe_trial(trial: Trial, setting: str) -> str:
 def main() -> int:
     """Run a round, or print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=[*SEEDS, "selection", "show-power"])
+    parser.add_argument("command", choices=[*SEEDS, "final", "selection", "show-power"])
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
     parser.add_argument("--cores", default="2")
     arguments = parser.parse_args()
@@ -237,8 +235,7 @@ def main() -> int:
     if arguments.command == "show-power":
         tables = []
         for setting, rows in read_table("power").groupby("setting"):
-            seeds = FINAL_SEEDS.get(setting, SEEDS["final"])
-            tables.append(power(rows, len(seeds), COMPARISONS))
+            tables.append(power(rows, len(final_seeds(setting)), COMPARISONS))
         if not tables:
             parser.error("show-power: no runs; run python studies/tuned.py power first")
         table = pd.concat(tables)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kairos import nvidia
+from kairos import devices
 from kairos.files import glance, read_json
 from kairos.workflow import fork_server
 from training_case import experiment, hashes, make_latents, train_command, write_experiment
@@ -29,7 +29,7 @@ print(os.environ["KAIROS_PRELOADED"], fork_server._servers[0].pid, flush=True)
 sys.stdin.read()
 """
 HAND_OVER = "import sys; from kairos.workflow import fork_server; print(fork_server.run_on_server(sys.argv[1:]))"
-no_server = sys.platform != "linux" or nvidia.has_driver()
+no_server = sys.platform != "linux" or devices.has_nvidia_driver()
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(no_server, reason="no server here: a GPU, or not Linux"),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from kairos import nvidia
+from kairos import devices
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.costs.estimate import estimate_cost
@@ -282,7 +282,7 @@ def test_hours_on_a_machine_without_a_gpu_are_cpu_hours_unless_there_is_a_cluste
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU `device: auto` means CPUs, unless jobs go to a SLURM cluster."""
-    if nvidia.has_driver():
+    if devices.has_nvidia_driver():
         pytest.skip("this machine has a GPU")
     automatic = validate({**experiment(training__device="auto"), "autoencoder": {"kind": "none"}})
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kairos import nvidia
+from kairos import devices
 from kairos.cli import main
 from kairos.config import freeze, load, plugins, validate
 from kairos.files import read_json
@@ -440,7 +440,7 @@ def test_a_project_reruns_the_runs_whose_code_was_edited(project):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert os.path.exists(project.folder / "results/tiny/report.html")
     preloaded = os.path.exists(project.folder / "results/tiny/timing/preload.json")
-    assert preloaded or nvidia.has_driver()
+    assert preloaded or devices.has_nvidia_driver()
 
     def to_do():
         return project.to_do(config="params.yaml")

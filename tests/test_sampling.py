@@ -481,7 +481,7 @@ def test_sampling_without_a_milestone_or_with_two_outputs_is_rejected(tmp_path, 
         (["--guidance-scale", "-1"], "--guidance-scale: got -1.0, allowed: greater than or equal to 0"),
         (
             ["--scheduler", "{name: ddim, eta: 2}"],
-            "--scheduler: scheduler.eta: got 2, allowed: less than or equal to 1",
+            "--scheduler.eta: got 2, allowed: less than or equal to 1",
         ),
     ],
 )

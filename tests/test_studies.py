@@ -95,12 +95,15 @@ def test_page_and_figure_show_every_method_in_order_of_its_distance(tmp_path):
 
 
 def test_settings_without_all_seeds_of_all_methods_are_left_out(capsys):
-    rows = curves({"uniform": (1, 1), "p2": (1.5, 1)})
+    rows = curves({"uniform": (1, 1), "p2": (1.5, 1)}, len(judge.final_seeds("s")))
+    rows["seed"] += judge.final_seeds("s").start
+    first = rows["seed"].min()
     lacks_method = rows[rows["method"] == "p2"].assign(setting="lacks a method")
-    lacks_seed = rows[(rows["method"] == "p2") | (rows["seed"] > 0)].assign(setting="lacks a seed")
-    kept = judge.drop_unfinished_settings(pd.concat([lacks_method, rows, lacks_seed]))
+    lacks_seed = rows[(rows["method"] == "p2") | (rows["seed"] > first)].assign(setting="lacks a seed")
+    two_seeds = rows[rows["seed"] < first + 2].assign(setting="has two seeds of each method")
+    kept = judge.drop_unfinished_settings(pd.concat([lacks_method, rows, lacks_seed, two_seeds]))
     assert set(kept["setting"]) == {"s"} and len(kept) == len(rows)
-    assert capsys.readouterr().err.count("unfinished, left out") == 2
+    assert capsys.readouterr().err.count("left out") == 3
 
 
 def test_a_profile_shows_in_how_many_settings_a_method_is_as_fast_as_the_fastest(tmp_path):
@@ -190,7 +193,7 @@ def test_trials_of_every_round_are_valid_and_the_best_ones_are_judged(tables, se
 
 
 def test_seeds_of_tuning_and_of_the_final_round_differ():
-    final = {*tuned.SEEDS["final"], *(seed for seeds in tuned.FINAL_SEEDS.values() for seed in seeds)}
+    final = {seed for setting in tuned.SETTINGS for seed in judge.final_seeds(setting)}
     earlier = {seed for which in ("power", "rates", "options") for seed in tuned.SEEDS[which]}
     assert not final & earlier and not final & {seed for seeds, _ in run["ROUNDS"].values() for seed in seeds}
 

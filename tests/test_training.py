@@ -133,11 +133,12 @@ def test_a_run_may_have_a_milestone_at_each_of_many_steps(latents, tmp_path):
     assert train(plain, "uniform", 0, tmp_path, latents, steps)["steps_run"] == 0
 
 
-def test_a_run_resumes_after_a_power_loss_damaged_its_times(half, finished, latents, tmp_path):
+@pytest.mark.parametrize("damaged", [bytes(40), b"\xff\xfe", b"12", b"{}"])
+def test_a_run_resumes_after_a_power_loss_damaged_its_times(half, finished, latents, tmp_path, damaged):
     out = shutil.copytree(half, tmp_path / "run")
     (timing,) = out.glob(".state/*/timing.jsonl")
     with open(timing, "ab") as file:
-        file.write(bytes(40) + b"\n")
+        file.write(damaged + b"\n")
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 20
     assert components(out) == components(finished)
 

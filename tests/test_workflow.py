@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kairos import nvidia
+from kairos import devices
 from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json
@@ -253,7 +253,7 @@ def test_the_whole_pipeline_runs(computed):
     assert len(rows) == 3 + 4  # three milestones, four reference rows
     missing = [name for name in computed.outputs("params.yaml") if not (computed.folder / name).exists()]
     assert missing == []
-    if sys.platform == "linux" and not nvidia.has_driver():  # jobs are forks of a process with all imports
+    if sys.platform == "linux" and not devices.has_nvidia_driver():  # jobs are forks of a process with all imports
         imports = read_json(results / "timing/preload.json")["cpu_seconds"]
         records = [read_json(path) for path in results.glob("timing/evaluate/*/*.json")]
         assert records and all(record["startup_cpu_seconds"] < imports / 4 for record in records)

@@ -8,7 +8,7 @@ import kairos_timesteps
 from components_by_name import make_sampler
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import SAMPLERS
-from kairos_timesteps.coordinates import RandomCoordinates
+from kairos_timesteps.coordinates import POINTS, RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import spline
@@ -373,6 +373,8 @@ def test_functions_of_a_density_by_group_take_groups_of_any_kind(kind, of):
         ("parabola", {"weight": 30.0}),
         ("range", {"low": 0.5}),
         ("shift", {"density": {"name": "range", "high": 0.5}}),
+        ("schedule", {"parts": [{"name": "uniform", "start": 0}, {"name": "range", "high": 0.5, "start": 9}]}),
+        ("schedule", {"parts": [{"name": "range", "high": 0.5, "start": 0}, {"name": "uniform", "start": 9}]}),
     ],
 )
 def test_importance_weights_of_timesteps_that_are_never_drawn_are_rejected(name, options):
@@ -409,3 +411,17 @@ def test_previews_keep_the_batch_size_and_a_resume_restores_it(name):
     resumed.load_state_dict(strategy.state_dict())
     assert np.array_equal(resumed.table()["p"], p)
     resumed.load_state_dict({**strategy.state_dict(), "sampler": {}})  # as saved by earlier versions
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("points", POINTS)
+def test_the_points_of_draws_do_not_depend_on_torchs_default_type(points, kind):
+    sampler = make_strategy("uniform", points=points).sampler
+    draws = sampler.sample(256)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(kind)
+    try:
+        again = sampler.sample(256)
+    finally:
+        torch.set_default_dtype(default)
+    assert torch.equal(draws, again)

@@ -440,11 +440,14 @@ def read_lines(path: Path) -> list[str]:
 def read_timing(path: Path) -> list[dict[str, Any]]:
     """Return the entries of a timing.jsonl, see ``training.run_folder.TIMING_FIELDS``; an empty list without a file.
 
-    Damaged lines are left out: training does not synchronise the file with the disk, so a power loss may damage its
-    end.
+    Damaged lines, and a last line without a newline, are left out: training does not synchronise the file with the
+    disk, so a power loss may damage its end.
     """
+    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
     entries = []
-    for line in read_lines(path):
-        with suppress(json.JSONDecodeError):
-            entries.append(json.loads(line))
+    for line in lines:
+        with suppress(ValueError):  # not JSON, or not UTF-8
+            entry = json.loads(line)
+            if isinstance(entry, dict) and "step" in entry:
+                entries.append(entry)
     return entries

@@ -75,26 +75,27 @@ def is_available(path: str, file: str = "config.json") -> bool:
 
     The file is not read, and nothing is downloaded.
     """
-    if not is_hub_id(path):
-        return Path(path, file).is_file()
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(path, file)  # the path; or None, or a mark that the hub has no such file
-    return isinstance(cached, str)
+    return _find_file(path, file) is not None
 
 
 def read_network_config(path: str) -> dict[str, Any]:
     """Return the content of a network's config.json; empty if the file is absent. Nothing is downloaded.
 
-    `path` is a local folder, or the name ``owner/model`` of a network in the local cache of the hub.
+    `path` is a local folder, or a hub id, whose file is read in the Hugging Face cache.
 
     Raises:
         DamagedError: the file does not contain an object in JSON.
     """
-    file: Any = Path(path) / "config.json"
-    is_hub_name = not Path(path).is_dir() and path.count("/") == 1  # owner/model
-    if is_hub_name:
-        from huggingface_hub import try_to_load_from_cache
+    file = _find_file(path, "config.json")
+    return {} if file is None else read_json(file)
 
-        file = try_to_load_from_cache(path, "config.json")  # a path, None, or a marker for "known to be absent"
-    return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else {}
+
+def _find_file(path: str, file: str) -> Path | None:
+    """Return the path of a file in a network's folder, or in the Hugging Face cache for a hub id; None without it."""
+    if not is_hub_id(path):
+        in_folder = Path(path, file)
+        return in_folder if in_folder.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, file)  # the path; or None, or a mark that the hub has no such file
+    return Path(cached) if isinstance(cached, str) and Path(cached).is_file() else None

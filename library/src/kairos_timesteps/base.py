@@ -23,6 +23,8 @@ from kairos_timesteps.randomness import Device, Step
 if TYPE_CHECKING:
     from kairos_timesteps.diffusion.processes import Process
 
+LAST_STEP = 10**12  # a step after the end of every curriculum
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -321,7 +323,7 @@ class FixedDensity(Sampler):
         """
         if self.floor or self.requires_context:
             return True
-        for step in (0, 10**12) if "step" in self.context_names else (0,):
+        for step in (0, LAST_STEP) if "step" in self.context_names else (0,):
             first, last = self.cdf_with_floor(np.array([low, high]), step=step)
             if not last > first:
                 return False

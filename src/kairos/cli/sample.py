@@ -128,5 +128,5 @@ def _check_overrides(overrides: dict[str, Any]) -> None:
         try:
             check(SamplingConfig, {name: value}, option)
         except ConfigError as error:
-            # `check` adds the name of the field, which repeats the option
-            raise ConfigError(str(error).replace(f"{option}: {name}: ", f"{option}: ", 1)) from None
+            # `check` adds the name of the field, which repeats the option; `--scheduler.eta` is its option eta
+            raise ConfigError(str(error).replace(f"{option}: {name}", option, 1)) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kairos import nvidia
+from kairos import devices
 from kairos.config import Experiment
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import inspect_images
@@ -63,7 +63,7 @@ def find_warnings(
 
 def _find_gpu_memory() -> float | None:
     """Return the memory of this machine's first GPU in GiB; None without a GPU that torch can use."""
-    if not nvidia.has_driver():  # saves the seconds that importing torch takes
+    if not devices.has_nvidia_driver():  # saves the seconds that importing torch takes
         return None
     import torch
 

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from kairos import nvidia
+from kairos import devices
 from kairos.files import read_json, read_timing
 from kairos_timesteps.errors import demand
 
@@ -38,7 +38,7 @@ def unit_of(device: str) -> str:
     if device != "auto":
         return "CPU" if device == "cpu" else "GPU"
     has_slurm = shutil.which("sinfo") is not None
-    return "GPU" if nvidia.has_driver() or has_slurm else "CPU"
+    return "GPU" if devices.has_nvidia_driver() or has_slurm else "CPU"
 
 
 def rate_from_options(

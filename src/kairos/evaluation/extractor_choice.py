@@ -4,26 +4,16 @@ No torch here: `kairos check` and every evaluation of the Snakefile import this 
 """
 
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import ImageCounts, count_images
 from kairos.evaluation import external_reference, inception_weights
-from kairos.evaluation.settings import (
-    DinoOptions,
-    EvaluationConfig,
-    ExtractorOptions,
-    InceptionOptions,
-    needs_of_real_images,
-)
-from kairos.files import DamagedError
-from kairos.pretrained import read_network_config
+from kairos.evaluation.settings import DinoOptions, EvaluationConfig, InceptionOptions, needs_of_real_images
 from kairos.section import check
 from kairos_timesteps.errors import ConfigError, KairosError
 
 _INCEPTION_WIDTH = 2048  # features of Inception
-_DINO_WIDTH = 1024  # features of the default DINOv2, ViT-L/14
 MIN_IMAGES_PER_CLASS = 5  # images of each class that training a classifier needs
 
 
@@ -77,7 +67,7 @@ def choose_extractor(
         messages += _check_weights(evaluation)
         metrics = evaluation.metrics_for(name, heldout=dataset.heldout != 0)
         if evaluation.reference not in ("train", "all"):
-            width = _find_feature_count(evaluation.extractor)
+            width = evaluation.extractor.feature_count
             needs = needs_of_real_images(metrics)
             # only for its checks: the moments are not used here
             external_reference.read_moments(Path(evaluation.reference), width, needs, "evaluation.reference")
@@ -164,7 +154,7 @@ def _image_count_problems(evaluation: EvaluationConfig, dataset: DatasetConfig, 
     number of features is unknown.
     """
     name = evaluation.extractor.name
-    width = _find_feature_count(evaluation.extractor) or 0  # 0: unknown, so that no number is too small
+    width = evaluation.extractor.feature_count or 0  # 0: unknown, so that no number is too small
     image_counts = [("evaluation.num_samples", evaluation.num_samples, "images a set")]  # field, number and unit
     if counts.train is not None and evaluation.reference == "train":
         image_counts.append(("dataset", counts.train, "training images"))
@@ -180,21 +170,6 @@ def _image_count_problems(evaluation: EvaluationConfig, dataset: DatasetConfig, 
         if number <= width:
             problems.append(f"{field}: got {number} {unit}, allowed: {allowed}")
     return problems
-
-
-def _find_feature_count(extractor: ExtractorOptions) -> int | None:
-    """Return the number of an extractor's features; None if it is not known before the extractor is prepared.
-
-    The number of DINOv2 is in its config.json, in a folder or in the hub's cache. Without the file, only the number of
-    the default network is known. A damaged file counts as absent here: the extractor's job reports it.
-    """
-    if not isinstance(extractor, DinoOptions):
-        return extractor.feature_count
-    with suppress(DamagedError):
-        width = read_network_config(extractor.path).get("hidden_size")
-        if isinstance(width, int):
-            return width
-    return _DINO_WIDTH if extractor.path == DinoOptions().path else None
 
 
 def _count_separate_heldout(dataset: DatasetConfig) -> int | None:

@@ -12,14 +12,19 @@ metric that needs a snapshot is called as ``code(milestone, latents, settings, d
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from kairos.components import ComponentOptions, Components, component
+from kairos.files import DamagedError
+from kairos.pretrained import read_network_config
 from kairos.section import Section, field
 from kairos_timesteps.errors import ConfigError, ValueRejected, demand
+
+_DINO_WIDTH = 1024  # features of the default DINOv2, ViT-L/14
 
 
 class ExtractorOptions(ComponentOptions):
@@ -97,6 +102,19 @@ class DinoOptions(ExtractorOptions):
 
     name: str = "dinov2"
     path: str = field("facebook/dinov2-large", "folder or hub id of a Dinov2Model")
+
+    @property
+    def feature_count(self) -> int | None:
+        """Number of features, from config.json in the folder or in the hub's cache; None without this file.
+
+        Without the file, the number of the default network is known. A damaged file counts as absent here: the
+        extractor's job reports it.
+        """
+        with suppress(DamagedError):
+            width = read_network_config(self.path).get("hidden_size")
+            if isinstance(width, int):
+                return width
+        return _DINO_WIDTH if self.path == type(self)().path else None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from kairos.files import (
     list_by_step,
     read_json,
     read_lines,
+    read_timing,
     sha256_bytes,
     sha256_json,
     try_lock,
@@ -200,7 +201,8 @@ class RunFolder:
         """Log that a new run starts if this identity has no state, but other identities here have checkpoints."""
         other_states = [path for path in self.state.parent.glob("*/checkpoints") if any(path.iterdir())]
         if other_states and not self.state.exists():
-            reason = "settings, data or code differ from those of the existing state, which is kept"
+            differences = "settings (also the end of the learning-rate schedule), data or code"
+            reason = f"{differences} differ from those of the existing state, which is kept"
             log(f"{self.out}: starts a new run from step 0: {reason}")
 
     def _delete_temporary_files(self) -> None:
@@ -367,7 +369,7 @@ class RunFolder:
         # the next checkpoint hashes the whole file
         self._metrics_size = 0
         self._metrics_digest = hashlib.sha256()
-        write_text(self.timing, _lines_up_to(step, self.timing))
+        write_text(self.timing, _times_up_to(step, self.timing))
         for path in self._checkpoints():
             if int(path.stem) > step:
                 path.unlink()
@@ -394,8 +396,9 @@ class RunFolder:
         if record is None:
             return
         link_file(self._checkpoint_path(record["steps"]), self.out / "checkpoint.pt")
-        for path in (self.metrics, self.timing):  # copies, because later jobs append to the originals
-            write_text(self.out / path.name, _lines_up_to(record["steps"], path))
+        # copies, because later jobs append to the originals
+        write_text(self.out / self.metrics.name, _lines_up_to(record["steps"], self.metrics))
+        write_text(self.out / self.timing.name, _times_up_to(record["steps"], self.timing))
         write_json(self.out / "training.json", record)
 
 
@@ -428,13 +431,13 @@ def _is_intact(snapshot: Path) -> bool:
 
 
 def _lines_up_to(step: int, path: Path) -> str:
-    """Return the text of those lines of a JSON-lines file whose step is at most `step`; empty without a file.
+    """Return the text of those lines of metrics.jsonl whose step is at most `step`; empty without a file.
 
-    Damaged lines, and a last line without a newline, are left out.
+    A last line without a newline is left out. Checkpoints contain a hash of the lines, so they are not damaged.
     """
-    lines = []
-    for line in read_lines(path):
-        with suppress(json.JSONDecodeError):
-            if json.loads(line)["step"] <= step:
-                lines.append(f"{line}\n")
-    return "".join(lines)
+    return "".join(f"{line}\n" for line in read_lines(path) if json.loads(line)["step"] <= step)
+
+
+def _times_up_to(step: int, path: Path) -> str:
+    """Return the text of the entries of a timing.jsonl whose step is at most `step`, see `read_timing`."""
+    return "".join(f"{json.dumps(entry)}\n" for entry in read_timing(path) if entry["step"] <= step)

@@ -40,7 +40,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kairos import nvidia, portable, process_exit, resource_usage
+from kairos import devices, portable, process_exit, resource_usage
 from kairos.training.launch import die_with_parent
 
 _STAGES_WITH_NETWORK = ("train", "sample", "evaluate", "analyse", "measure")
@@ -86,7 +86,7 @@ def start_server(config: Path, threads: int, stages: Iterable[str]) -> None:
     """
     os.environ.pop(_SOCKET_VARIABLE, None)
     forked_stages = [stage for stage in stages if stage in FORKED_STAGES]
-    if sys.platform != "linux" or nvidia.has_driver() or len(forked_stages) < 2:
+    if sys.platform != "linux" or devices.has_nvidia_driver() or len(forked_stages) < 2:
         return
     folder = tempfile.mkdtemp(prefix="kairos-")  # only this user can open it
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -1,9 +1,11 @@
-"""Detection of NVIDIA's driver without torch, whose import takes seconds."""
+"""Names of devices, and detection of NVIDIA's driver; without torch, whose import takes seconds."""
 
 from pathlib import Path
 
+DEVICE_NAMES = r"auto|cpu|cuda(:\d+)?"  # regular expression of the names that kairos accepts
 
-def has_driver() -> bool:
+
+def has_nvidia_driver() -> bool:
     """Return True if NVIDIA's driver runs on this machine.
 
     torch may still be unable to use the GPU, for example if torch was built for CPUs only.
