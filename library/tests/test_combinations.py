@@ -585,7 +585,7 @@ def assert_close(one: Any, other: Any) -> None:
         assert one.keys() == other.keys()
         for key in one:
             assert_close(one[key], other[key])
-    elif isinstance(one, str):
+    elif one is None or isinstance(one, str):
         assert one == other
     else:
         torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other))
