@@ -133,16 +133,24 @@ def read_table(round_name: str) -> pd.DataFrame:
     )
 
 
+def seeds_of(round_name: str, setting: str) -> range:
+    """Return the seeds of a round in a setting."""
+    return final_seeds(setting) if round_name == "final" else SEEDS[round_name]
+
+
 def run_round(round_name: str, setting: str, cores: str) -> int:
     """Run the missing runs of a round in a setting, and save the rows after each experiment.
 
     Returns Snakemake's exit status.
     """
     trials = list_trials(round_name, setting)
-    round_seeds = final_seeds(setting) if round_name == "final" else SEEDS[round_name]
     for factor in sorted({trial.factor for trial in trials}):
         factor_trials = [trial for trial in trials if trial.factor == factor]
-        seeds = [seed for seed in round_seeds if not is_finished(read_table(round_name), setting, factor_trials, seed)]
+        seeds = [
+            seed
+            for seed in seeds_of(round_name, setting)
+            if not is_finished(read_table(round_name), setting, factor_trials, seed)
+        ]
         for start in range(0, len(seeds), SEEDS_PER_EXPERIMENT):
             block = seeds[start : start + SEEDS_PER_EXPERIMENT]
             if status := run_block(round_name, setting, factor_trials, block, cores):

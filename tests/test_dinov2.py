@@ -103,7 +103,7 @@ def test_check_rejects_fewer_images_than_features(tmp_path, network, monkeypatch
     assert check("facebook/dinov2-large", 1025)[0] == 0
     status, output = check(network, 24)
     assert status == 2 and "evaluation.num_samples: got 24 images a set, allowed: more than 24" in output
-    for missing in ("./missing", "../missing", "~/missing"):  # no hub ids
+    for missing in ("./missing", "~/missing", "owner/na--me", "owner/name.git", "owner/name-", "o/" + 97 * "n"):
         status, output = check(missing, 2000)
         assert status == 2 and "the folder does not exist" in output
     assert check(network, 25)[0] == check("someone/dinov2-tiny", 25)[0] == 0  # the width of the second is unknown

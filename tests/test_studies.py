@@ -186,7 +186,7 @@ def test_trials_of_every_round_are_valid_and_the_best_ones_are_judged(tables, se
     for which in ("rates", "options", "final"):
         for trial in tuned.list_trials(which, setting):
             path = tuned.write_experiment(
-                "x", setting, {trial.name: trial.method(setting)}, tuned.SEEDS[which], trial.factor
+                "x", setting, {trial.name: trial.method(setting)}, tuned.seeds_of(which, setting), trial.factor
             )
             assert load(path).plain()["training"]["optimizer"]["lr"] == trial.factor * 1e-3
     assert len(tuned.describe_selection([setting])) == len(final)

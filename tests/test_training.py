@@ -143,6 +143,17 @@ def test_a_run_resumes_after_a_power_loss_damaged_its_times(half, finished, late
     assert components(out) == components(finished)
 
 
+@pytest.mark.parametrize("damaged", [bytes(40), b"\xff\xfe", b"12", b"{}"])
+def test_a_finished_part_is_published_after_a_power_loss_damaged_later_metrics(half, latents, tmp_path, damaged):
+    out = shutil.copytree(half, tmp_path / "run")
+    complete = components(out)
+    (metrics,) = out.glob(".state/*/metrics.jsonl")
+    with open(metrics, "ab") as file:
+        file.write(damaged + b"\n")
+    assert train(experiment(), "adaptive", 0, out, latents, [0, 20])["steps_run"] == 0
+    assert components(out) == complete
+
+
 def test_a_marked_run_starts_over(finished, latents, tmp_path):
     out = shutil.copytree(finished, tmp_path / "run")
     mark_to_start_over(out)

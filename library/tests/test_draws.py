@@ -375,6 +375,18 @@ def test_functions_of_a_density_by_group_take_groups_of_any_kind(kind, of):
         ("shift", {"density": {"name": "range", "high": 0.5}}),
         ("schedule", {"parts": [{"name": "uniform", "start": 0}, {"name": "range", "high": 0.5, "start": 9}]}),
         ("schedule", {"parts": [{"name": "range", "high": 0.5, "start": 0}, {"name": "uniform", "start": 9}]}),
+        (
+            "schedule",
+            {
+                "parts": [
+                    {"name": "uniform", "start": 0},
+                    {"name": "range", "high": 0.5, "start": 9},
+                    {"name": "uniform", "start": 20},
+                ],
+                "ramp": 5,
+            },
+        ),
+        ("clts", {"mu": 0.1, "s": 0.001}),
     ],
 )
 def test_importance_weights_of_timesteps_that_are_never_drawn_are_rejected(name, options):
@@ -417,11 +429,12 @@ def test_previews_keep_the_batch_size_and_a_resume_restores_it(name):
 @pytest.mark.parametrize("points", POINTS)
 def test_the_points_of_draws_do_not_depend_on_torchs_default_type(points, kind):
     sampler = make_strategy("uniform", points=points).sampler
-    draws = sampler.sample(256)
+    context = {"item": torch.arange(256) + 1000, "items": 10_007, "epoch": 3} if points == "epochs" else {}
+    draws = sampler.sample(256, **context)
     default = torch.get_default_dtype()
     torch.set_default_dtype(kind)
     try:
-        again = sampler.sample(256)
+        again = sampler.sample(256, **context)
     finally:
         torch.set_default_dtype(default)
     assert torch.equal(draws, again)

@@ -36,6 +36,8 @@ def test_a_component_keeps_the_options_that_it_was_built_with(registered):
     built = Strategy("rounded", sampler={"power": 2.4}).sampler
     built.powers.append(3.0)
     assert built.power == 2 and built.option_values()["power"] == 2.4 and built.option_values()["powers"] == [1.0]
+    built.option_values()["powers"].append(3.0)
+    assert built.option_values()["powers"] == [1.0]
 
 
 def test_a_value_error_of_a_constructor_is_reported_as_an_option(registered):

@@ -437,11 +437,11 @@ def read_lines(path: Path) -> list[str]:
     return lines
 
 
-def read_timing(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a timing.jsonl, see ``training.run_folder.TIMING_FIELDS``; an empty list without a file.
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a metrics.jsonl or timing.jsonl, one for each step in it; an empty list without a file.
 
-    Damaged lines, and a last line without a newline, are left out: training does not synchronise the file with the
-    disk, so a power loss may damage its end.
+    See ``training.run_folder.TIMING_FIELDS`` for those of timing.jsonl. Damaged lines, and a last line without a
+    newline, are left out: training does not synchronise the files with the disk, so a power loss may damage their end.
     """
     *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
     entries = []

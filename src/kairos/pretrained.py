@@ -1,6 +1,5 @@
 """Pretrained networks in a folder or in the Hugging Face cache of this machine, and their download from the hub."""
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,15 @@ from kairos_timesteps.errors import ConfigError, KairosError
 
 def is_hub_id(path: str) -> bool:
     """Return True if a text has the form of a hub id, OWNER/NAME, and there is no folder with this path."""
-    has_form = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None  # not ./folder or ../folder
-    return has_form and not Path(path).is_dir()
+    if path.count("/") != 1 or Path(path).is_dir():
+        return False
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(path)  # rejects ./folder and ../folder, too
+    except HFValidationError:
+        return False
+    return True
 
 
 def download_files(path: str, files: Iterable[str], cached: bool = False) -> Path:

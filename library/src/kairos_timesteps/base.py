@@ -23,8 +23,6 @@ from kairos_timesteps.randomness import Device, Step
 if TYPE_CHECKING:
     from kairos_timesteps.diffusion.processes import Process
 
-LAST_STEP = 10**12  # a step after the end of every curriculum
-
 
 @dataclass(frozen=True)
 class Observation:
@@ -152,6 +150,7 @@ class Sampler(Stateful):
 
     Attributes:
         requires_context: context names that every draw must pass.
+        checked_steps: steps at which a density that depends on the step is checked, such as the starts of its phases.
     """
 
     floor: float = option(0.0, "share of draws that are uniform instead", ge=0, lt=1)
@@ -161,6 +160,7 @@ class Sampler(Stateful):
     )
 
     context_names: tuple[str, ...] = ()
+    checked_steps: tuple[float, ...] = (0,)
     points: str = "random"
     per_image = False  # each image has its own density
     decorator: Any  # of `density`
@@ -268,6 +268,10 @@ class Sampler(Stateful):
         context = coordinates.arguments(self.context_names)
         return self.draw_from_uniform(self.uniforms(coordinates), **context).clip(0.0, 1.0 - 2**-53)
 
+    def checked_contexts(self) -> list[dict[str, Any]]:
+        """Return the context of each of the `checked_steps`; a single empty one if the density ignores the step."""
+        return [{"step": step} for step in self.checked_steps] if "step" in self.context_names else [{}]
+
     def check_context(self, context: Mapping[str, Any]) -> None:
         """Check context as the caller passes it; samplers that restrict its values override it.
 
@@ -317,14 +321,14 @@ class FixedDensity(Sampler):
     per_batch = False  # True if all draws of a batch come from one component of a mixture
 
     def has_mass(self, low: float, high: float) -> bool:
-        """Return True if the density has mass between two fractions, at the beginning and the end of a curriculum.
+        """Return True if the density has mass between two fractions, at each of the `checked_steps`.
 
         True is also the result if the density requires further context.
         """
         if self.floor or self.requires_context:
             return True
-        for step in (0, LAST_STEP) if "step" in self.context_names else (0,):
-            first, last = self.cdf_with_floor(np.array([low, high]), step=step)
+        for context in self.checked_contexts():
+            first, last = self.cdf_with_floor(np.array([low, high]), **context)
             if not last > first:
                 return False
         return True

@@ -172,7 +172,9 @@ def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
         values = coordinates.arguments(("item", "items", "epoch"))
         item, items, epoch = (required(name, values.get(name), "points: epochs") for name in ("item", "items", "epoch"))
         shift = coordinates.stream("sobol").uniform(0, range(1), shape, device)  # (1, *shape)
-        even: Tensor = (item / items + epoch * _GOLDEN + shift) % 1.0
+        # float64, independent of torch's default type
+        of_epoch, of_item = torch.as_tensor(epoch).double() * _GOLDEN, torch.as_tensor(item).double() / items
+        even: Tensor = (of_item + of_epoch + shift) % 1.0
         return even.expand(len(coordinates.sample_indices), *shape)
     indices = coordinates.sample_indices
     if isinstance(indices, range) and (indices.start < 0 or indices.stop > size):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kairos_timesteps.base import LAST_STEP, Sampler, Weighting
+from kairos_timesteps.base import Sampler, Weighting
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS, checked
 from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.errors import ConfigError, rejection
@@ -67,17 +67,17 @@ def build_pair(
 
 
 def _check_importance(sampler: Sampler, where: str) -> None:
-    """Reject importance weights if timesteps are never drawn at the beginning or the end of a curriculum.
+    """Reject importance weights if timesteps are never drawn, because no weight corrects for them.
 
-    No weight corrects for such timesteps. Densities that require further context are not checked here.
+    A curriculum is checked at its `checked_steps`. Densities that require further context are not checked here.
 
     Raises:
         ConfigError: there are such timesteps.
     """
     if not sampler.importance or sampler.requires_context:
         return
-    for step in (0, LAST_STEP) if "step" in sampler.context_names else (0,):
-        (unreached,) = np.nonzero(sampler.probabilities(step=step) <= 0)
+    for context in sampler.checked_contexts():
+        (unreached,) = np.nonzero(sampler.probabilities(**context) <= 0)
         if len(unreached):
             got = f"true, but {len(unreached)} timesteps are never drawn, such as {unreached[0]}"
             raise rejection(f"{where}.importance", got, "false, or a floor above 0")

@@ -111,9 +111,9 @@ class Component:
         self._built_with = copy.deepcopy(vars(options))
 
     def option_values(self) -> dict[str, Any]:
-        """Return the options by public name, as they were when the component was built."""
+        """Return copies of the options by public name, as they were when the component was built."""
         values = {name: self._built_with.get(name, getattr(self, name)) for name in self.options}
-        return {self.options[name].public_name: value for name, value in values.items()}
+        return {self.options[name].public_name: copy.deepcopy(value) for name, value in values.items()}
 
     @staticmethod
     def check(options: Any) -> None:

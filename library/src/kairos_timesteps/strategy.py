@@ -477,8 +477,8 @@ class Strategy:
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
         """Restore a state that `state_dict` returned, with its tensors on `device`.
 
-        Losses of the current step and the gradient of a trained weighting are dropped. States of versions without
-        ``settings`` are not compared.
+        Losses of the current step and the gradient of a trained weighting are dropped. Settings that a state lacks,
+        because an earlier version saved it, are not compared.
 
         Raises:
             ConfigError: the state is from a strategy of another sampler, weighting or coupling, with other options,

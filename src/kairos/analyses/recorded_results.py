@@ -9,7 +9,7 @@ import numpy as np
 from kairos import increments as process_increments
 from kairos.analyses.noise_levels import TableRow
 from kairos.analyses.settings import ADAPTIVE, AnalysisOptions, DensityOptions, IncrementsOptions
-from kairos.files import read_json, read_timing
+from kairos.files import read_entries, read_json
 from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import KairosError
@@ -67,7 +67,7 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
         subset_size = method.sampler.get("selected") if method.sampler.name in ADAPTIVE else None
         timing_file = run_folder / "timing.jsonl"
         # without the file, only the untrained network has a time: the first later snapshot raises the error below
-        timing = read_timing(timing_file)
+        timing = read_entries(timing_file)
         seconds_by_step = {0: 0.0}  # the untrained network
         seconds_by_step |= {entry["step"]: entry["seconds"] for entry in timing}
         for step in experiment.milestones:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kairos import portable, resource_usage
-from kairos.devices import DEVICE_NAMES
+from kairos.devices import DEVICE_PATTERN
 from kairos.shards import Shard
 from kairos_timesteps import errors
 from kairos_timesteps.errors import ConfigError, KairosError, rejection
@@ -41,12 +41,12 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
     def parse(text: str) -> str:
         """Return a valid name of a device unchanged; `argparse` calls this function."""
-        if re.fullmatch(DEVICE_NAMES, text) is None:
+        if re.fullmatch(DEVICE_PATTERN, text) is None:
             # not `rejection` itself: it is a ValueError too, whose message argparse would replace
             raise ConfigError(str(rejection("--device", repr(text), "auto, cpu, cuda, cuda:N")))
         return text
 
-    help = "auto, cpu, cuda or cuda:N; default: the device of the snapshot's training run; without one, auto"
+    help = "auto, cpu, cuda or cuda:N; default: the device of the snapshot's training run; auto without a snapshot"
     parser.add_argument("--device", type=parse, metavar="DEVICE", help=help)
 
 

@@ -25,7 +25,7 @@ from kairos.config import Experiment, validate
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import ImageCounts, ImageProperties, count_images, inspect_images
 from kairos.evaluation.separation import ENOUGH_IMAGES
-from kairos.files import read_json, read_timing
+from kairos.files import read_entries, read_json
 from kairos.progress import duration, log
 from kairos.report.formatting import format_count, load_template
 from kairos_timesteps.errors import KairosError, demand
@@ -224,7 +224,7 @@ def _mean_step_seconds(results: Path) -> float:
     half_run_seconds = []
     for file in results.glob("*/seed0/timing.jsonl"):
         # each half ends with a checkpoint, and hence with a line, whose `seconds` are since the start of training
-        half_way, end = read_timing(file)[-2:]
+        half_way, end = read_entries(file)[-2:]
         half_run_seconds.append(end["seconds"] - half_way["seconds"])
     return float(statistics.mean(half_run_seconds)) / (_SHORT_RUN["steps"] / 2)
 

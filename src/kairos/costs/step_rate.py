@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kairos import devices
-from kairos.files import read_json, read_timing
+from kairos.files import read_entries, read_json
 from kairos_timesteps.errors import demand
 
 
@@ -139,7 +139,7 @@ def _seconds_per_step(folder: Path) -> float | None:
     """
     files = [*folder.glob("timing.jsonl"), *folder.glob(".state/*/timing.jsonl")]
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
-        entries = read_timing(file)
+        entries = read_entries(file)
         if entries and entries[-1]["step"] and entries[-1]["seconds"]:
             return float(entries[-1]["seconds"] / entries[-1]["step"])
     return None

@@ -85,7 +85,8 @@ def run(
         _, snapshot_record = load_settings(milestones[0], overrides={})  # checks the record, too
         selected_device = set_up_device(snapshot_record, device)
     else:
-        selected_device = compute.setup(1, device or "auto", device_field="--device" if device else "device")
+        device_field = "--device" if device else "--device (default)"
+        selected_device = compute.setup(1, device or "auto", device_field=device_field)
     opened_extractor = open_extractor(extractor_folder, selected_device)
     resource_usage.end_startup()
     if is_external:

@@ -43,8 +43,8 @@ def read_moments(path: Path, width: int | None, needs: set[str], where: str) -> 
                     moments[name] = (file[mean_name].astype(float), file[covariance_name].astype(float))
     except FileNotFoundError:
         raise KairosError(f"{where}: {path}: no such file; allowed: an npz of images, or of mu and sigma") from None
-    except MemoryError:
-        raise
+    except MemoryError as error:
+        raise KairosError(f"{where}: {path}: does not fit into memory ({error})") from None
     except Exception as error:  # numpy, zipfile and zlib raise many kinds for a damaged file
         raise KairosError(f"{where}: {path}: cannot be read as npz ({error})") from None
     if "moments" in moments and width is not None:

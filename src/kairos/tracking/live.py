@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kairos.files import read_timing
+from kairos.files import read_entries
 from kairos.progress import log
 from kairos.tracking import mlflow_store, run_content
 from kairos.training.job import ProgressRecord, read_progress
@@ -214,7 +214,7 @@ class Reporter(threading.Thread):
         to a later call. `state` is the folder with the state of the training run.
         """
         # recorded times up to the last checkpoint
-        timing = read_timing(state / "timing.jsonl")
+        timing = read_entries(state / "timing.jsonl")
         if not timing:
             return None
         seconds_by_step = {entry["step"]: entry["seconds"] for entry in timing}

@@ -18,7 +18,7 @@ import torch
 
 from kairos import compute, ranks
 from kairos.data.latents import open_latents
-from kairos.files import read_timing, set_missing_filename
+from kairos.files import read_entries, set_missing_filename
 from kairos.forward_process import scheduler_config
 from kairos.milestones import write_milestone
 from kairos.progress import ProgressBar, duration, log
@@ -353,7 +353,7 @@ class TrainingJob:
             training.load_state_dict(checkpoint, checkpoint_step)
             if self.is_first:
                 log(f"{self.label}: resumes from step {training.step}")
-        self.seconds = max((entry["seconds"] for entry in read_timing(run_folder.timing)), default=0.0)
+        self.seconds = max((entry["seconds"] for entry in read_entries(run_folder.timing)), default=0.0)
 
     def _save(self, with_snapshot: bool) -> None:
         """Save a checkpoint, and before it a snapshot if requested; rank 0 writes, and all ranks wait for it.

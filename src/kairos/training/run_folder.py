@@ -30,9 +30,8 @@ from kairos.files import (
     link_file,
     link_tree,
     list_by_step,
+    read_entries,
     read_json,
-    read_lines,
-    read_timing,
     sha256_bytes,
     sha256_json,
     try_lock,
@@ -369,7 +368,7 @@ class RunFolder:
         # the next checkpoint hashes the whole file
         self._metrics_size = 0
         self._metrics_digest = hashlib.sha256()
-        write_text(self.timing, _times_up_to(step, self.timing))
+        write_text(self.timing, _lines_up_to(step, self.timing))
         for path in self._checkpoints():
             if int(path.stem) > step:
                 path.unlink()
@@ -398,7 +397,7 @@ class RunFolder:
         link_file(self._checkpoint_path(record["steps"]), self.out / "checkpoint.pt")
         # copies, because later jobs append to the originals
         write_text(self.out / self.metrics.name, _lines_up_to(record["steps"], self.metrics))
-        write_text(self.out / self.timing.name, _times_up_to(record["steps"], self.timing))
+        write_text(self.out / self.timing.name, _lines_up_to(record["steps"], self.timing))
         write_json(self.out / "training.json", record)
 
 
@@ -431,13 +430,9 @@ def _is_intact(snapshot: Path) -> bool:
 
 
 def _lines_up_to(step: int, path: Path) -> str:
-    """Return the text of those lines of metrics.jsonl whose step is at most `step`; empty without a file.
+    """Return the text of the entries of metrics.jsonl or timing.jsonl whose step is at most `step`.
 
-    A last line without a newline is left out. Checkpoints contain a hash of the lines, so they are not damaged.
+    Damaged lines are left out: a power loss may damage the end of a file. Lines of metrics up to a checkpoint are
+    intact, because the checkpoint contains their hash.
     """
-    return "".join(f"{line}\n" for line in read_lines(path) if json.loads(line)["step"] <= step)
-
-
-def _times_up_to(step: int, path: Path) -> str:
-    """Return the text of the entries of a timing.jsonl whose step is at most `step`, see `read_timing`."""
-    return "".join(f"{json.dumps(entry)}\n" for entry in read_timing(path) if entry["step"] <= step)
+    return "".join(f"{json.dumps(entry)}\n" for entry in read_entries(path) if entry["step"] <= step)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from kairos.components import ComponentOptions, Components, component
-from kairos.devices import DEVICE_NAMES
+from kairos.devices import DEVICE_PATTERN
 from kairos.diffusion import DiffusionConfig, MethodConfig
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.section import Section, check, field
@@ -192,7 +192,7 @@ class TrainingConfig(Section):
         True, "deterministic algorithms only; portable: equal bits on any x86-64 CPU"
     )
     threads: int = field(1, "computing threads of every job; results differ between thread counts", ge=1)
-    device: str = field("auto", "auto: a GPU if there is one", pattern=f"^({DEVICE_NAMES})$")
+    device: str = field("auto", "auto: a GPU if there is one", pattern=f"^({DEVICE_PATTERN})$")
     condition_dropout: float = field(0.0, "fraction of samples trained without their conditions", ge=0, lt=1)
     start_from: str | None = field(
         None, "folder of a snapshot whose averaged weights the run starts from; null: random weights"

@@ -70,7 +70,7 @@ class Process(Component):
         time_symbol: symbol of the process' time.
         time_scale: the network is called with `embedded` times this, so that its sinusoids resolve it.
         schedule_name: name of `schedule`: the name of the kairos process that this one is or derives from, or
-            ``continuous``. The name of a user's class may be that of a discrete noise schedule.
+            ``continuous``. It is not derived from the name of a user's class, which may equal that of a noise schedule.
     """
 
     library_defaults: ClassVar[dict[str, Any]] = {}  # defaults without an experiment, where they differ

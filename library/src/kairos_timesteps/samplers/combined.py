@@ -106,6 +106,7 @@ class Composed(FixedDensity):
         self.per_batch = any(component.per_batch for component in self.components)
         inner = [name for component in self.components for name in component.context_names]
         self.context_names = tuple(dict.fromkeys([*self.context_names, *inner]))
+        self.checked_steps = tuple({step for component in self.components for step in component.checked_steps})
 
     @classmethod
     def declared_components(cls, options: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -135,8 +136,8 @@ class Composed(FixedDensity):
         if not self.floor:
             return self.select_component(uniform, coordinates)
         rest = (uniform - self.floor).clip(0.0, None) / (1 - self.floor)
-        selecting = self.floor + (1 - self.floor) * self.select_component(rest, coordinates)
-        return namespace(uniform).where(uniform < self.floor, uniform, selecting)
+        mapped = self.floor + (1 - self.floor) * self.select_component(rest, coordinates)
+        return namespace(uniform).where(uniform < self.floor, uniform, mapped)
 
     def select_component(self, uniform: Any, coordinates: RandomCoordinates) -> Any:
         """Map uniform numbers into the interval for which `map_uniform` draws from the component of the batch."""
@@ -350,7 +351,6 @@ class Combined(Composed):
 
     parts: Any
     key: str  # of the numbers or names of the components
-    per = "sample"
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -461,6 +461,8 @@ class ByGroup(Combined):
         self._check_group(group)
         if isinstance(group, str):
             group = self.values.index(group)
+        if isinstance(group, (list, tuple)):
+            group = np.asarray(group)
         members = [group == number for number in range(len(self.components))]
         if isinstance(group, np.ndarray):
             return [item.astype(np.float64) for item in members]
@@ -525,6 +527,12 @@ class Schedule(Combined):
     ramp: float = option(0.0, "how long a density is blended in before its start", ge=0)
     key = "start"
     context_names = ("step", "progress")
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        if self.of == "steps":
+            # each density is alone at its start: the next one is not blended in yet
+            self.checked_steps = tuple({*self.checked_steps, *self.values})
 
     @staticmethod
     def check(options: Any) -> None:

@@ -263,6 +263,7 @@ class Clts(FixedDensity):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
+        self.checked_steps = (0, self.length)
         self._low, self._high = normal_cdf((np.array([0.0, 1.0]) - self.mu) / self.s).tolist()
 
     def progress(self, step: Any) -> Any:
