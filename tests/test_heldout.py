@@ -160,6 +160,11 @@ def test_the_workflow_depends_on_separate_heldout_files(tmp_path):
     )
     write_images(tmp_path / "held", 3)
     assert controller.fingerprint_dataset(with_heldout) != before
+    write_images(tmp_path / "elsewhere", 1)
+    (tmp_path / "held/linked").symlink_to(tmp_path / "elsewhere")
+    linked = controller.fingerprint_dataset(with_heldout)
+    write_images(tmp_path / "elsewhere", 2)
+    assert controller.fingerprint_dataset(with_heldout) != linked
     assert (
         controller.fingerprint_dataset(make_layout(source="folder", path=str(tmp_path / "in")))
         == before_without_heldout

@@ -118,9 +118,9 @@ def test_linked_images_in_a_zip_are_read_and_changes_are_detected(tmp_path):
 
 def test_the_workflow_depends_on_zips_and_lists(tmp_path):
     (tmp_path / "list.txt").touch()
-    for name in ("train", "test"):
+    for name in ("train[1]", "test"):
         write_edm_zip(tmp_path / f"{name}.zip", 4)
-    paths = {"path": str(tmp_path / "train.zip"), "heldout": str(tmp_path / "test.zip")}
+    paths = {"path": str(tmp_path / "train[1].zip"), "heldout": str(tmp_path / "test.zip")}
 
     def make_layout(**dataset):
         return SimpleNamespace(experiment=validate({"experiment": "e", "dataset": dataset, "methods": {"u": {}}}))

@@ -199,6 +199,8 @@ def list_data_files(layout: Layout) -> list[str]:
         path = str(section.path)  # a folder of parquet files, or a file or pattern
         if os.path.isdir(path):
             files += sorted(str(file) for file in Path(path).rglob("*.parquet"))
+        elif os.path.isfile(path):  # its name may contain characters of patterns, such as brackets
+            files.append(path)
         else:
             files += sorted(glob.glob(path, recursive=True))
     return files
@@ -208,8 +210,8 @@ def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
     """Return a value that identifies a data set's files, for the ``params:`` of rule prepare.
 
     For source ``folder``, whose images are too many to be inputs, the value is a hash of the names and sizes of all
-    files below the folders. A missing folder is treated as empty. For other sources it is the list of
-    `list_data_files`, or None if the list is empty.
+    files below the folders, except hidden ones; links to folders are followed. A missing folder is treated as empty.
+    For other sources it is the list of `list_data_files`, or None if the list is empty.
     """
     dataset = layout.experiment.dataset
     if dataset.source != "folder":
@@ -217,8 +219,8 @@ def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
     names_and_sizes_of_sections = []
     for section in dataset.sections:
         root = Path(str(section.path))  # a folder always has a path; `str` is for the type checker
-        files = [file for file in root.rglob("*") if file.is_file()]
-        names_and_sizes = [(file.relative_to(root).as_posix(), file.stat().st_size) for file in files]
+        names = glob.iglob("**/*", root_dir=root, recursive=True)  # the files that `data.sources` opens, and others
+        names_and_sizes = [(name, (root / name).stat().st_size) for name in names if (root / name).is_file()]
         names_and_sizes_of_sections.append(sorted(names_and_sizes))
     return sha256_json(names_and_sizes_of_sections)
 
