@@ -210,7 +210,7 @@ def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
     """Return a value that identifies a data set's files, for the ``params:`` of rule prepare.
 
     For source ``folder``, whose images are too many to be inputs, the value is a hash of the names and sizes of all
-    files below the folders, except hidden ones; links to folders are followed. A missing folder is treated as empty.
+    files below the folders, except hidden ones. Links to folders are followed. A missing folder is treated as empty.
     For other sources it is the list of `list_data_files`, or None if the list is empty.
     """
     dataset = layout.experiment.dataset
