@@ -18,7 +18,6 @@ from kairos_timesteps.errors import ConfigError
 _MOST_INSPECTED = 20_000  # images
 _DIGIT_COUNT = 1797  # images of digits in scikit-learn
 _RAREST_DIGIT_COUNT = 174  # images of the rarest digit
-_EXIF_ORIENTATION = 0x0112  # tag of EXIF; values 5 to 8 swap width and height
 
 
 @dataclass(frozen=True)
@@ -193,8 +192,6 @@ def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperti
     Raises:
         ConfigError: the folder does not exist, or contains no image.
     """
-    from PIL import Image
-
     from kairos.data.sources import OPENERS
 
     source = OPENERS["folder"](config)
@@ -211,8 +208,10 @@ def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperti
                 sizes[image.size] += 1
             else:
                 sizes[_size_in_header(Path(str(config.path), name))] += 1
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            unread.append(f"{name} ({' '.join(str(error).split())})")
+        except MemoryError:  # a property of the machine, not of the image
+            raise
+        except Exception as error:  # PIL raises errors of many types for damaged files
+            unread.append(f"{name} ({' '.join(str(error).split()) or type(error).__name__})")
     return ImageProperties(sizes, grey, unread)
 
 
@@ -232,10 +231,17 @@ def _size_in_header(path: Path) -> tuple[int, int]:
     """
     from PIL import Image
 
+    from kairos.data.decode import find_transposition
+
     with Image.open(path) as image:
-        if image.format == "PNG":  # PIL would decode a PNG to look for EXIF
+        # PIL would decode a PNG to look for EXIF, and has swapped the sides of a TIFF already
+        if image.format in ("PNG", "TIFF"):
             return image.size
         width, height = image.size
-        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
-        sides_are_swapped = orientation >= 5
+        sides_are_swapped = find_transposition(image) in (
+            Image.Transpose.TRANSPOSE,
+            Image.Transpose.ROTATE_270,
+            Image.Transpose.TRANSVERSE,
+            Image.Transpose.ROTATE_90,
+        )
         return (height, width) if sides_are_swapped else (width, height)
