@@ -333,6 +333,25 @@ def test_a_killed_prepare_leaves_no_data_set(tmp_path):
     ]
 
 
+def test_two_processes_cannot_prepare_one_folder_at_once(tmp_path):
+    write_images(tmp_path / "in", 10)
+    settings = folder_config(tmp_path / "in")
+    source = open_source(settings)
+    rejected = []
+
+    def read(index):
+        if index == 7:  # a second prepare, of fewer images, starts while the first one reads
+            with pytest.raises(KairosError, match=r"out: another process") as error:
+                prepare(settings.model_copy(update={"limit": 4}), tmp_path / "out")
+            rejected.append(error)
+        return source.read(index)
+
+    write_dataset(settings, type(source)(source.count, read, source.name), tmp_path / "out")
+    assert rejected
+    assert len(open_dataset(tmp_path / "out").images) == 10
+    assert not list((tmp_path / "out").glob(".tmp-*"))
+
+
 @pytest.fixture
 def full_disk(tmp_path):
     """A file system with room for 64 KiB."""
