@@ -1,6 +1,7 @@
 """The extractor that `auto` selects, and the settings that are rejected before any job."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -59,9 +60,47 @@ def test_count_images_returns_training_images_and_the_smallest_class(tmp_path):
     assert count_images(write_table(tmp_path / "c.parquet", [0, 1] * 200, "kind")) == ImageCounts(360, None)
     labelled = write_table(tmp_path / "c.parquet", [0, 1] * 200, "kind")
     assert count_images(labelled.model_copy(update={"label_column": "kind"})) == ImageCounts(360, 200)
-    (tmp_path / "d.parquet").write_text("text")
-    for source, path in (("folder", "none"), ("parquet", "none"), ("parquet", "d.parquet"), ("hub", "someone/Images")):
+    for source, path in (("folder", "none"), ("parquet", "none*"), ("zip", "none"), ("hub", "someone/[Images]")):
         assert count_images(DatasetConfig(source=source, path=path)).unknown, path
+    flat = {"source": "folder", "path": str(tmp_path / "flat")}
+    assert "none.txt" in count_images(DatasetConfig(**flat, files="none.txt")).unknown
+
+
+def write_unusable_data(folder: Path, kind: str) -> DatasetConfig:
+    """Write data that exist but cannot be used; kinds zip, parquet and folder are a text file with this source."""
+    if kind == "list":
+        (folder / "list.txt").write_text("missing.png\n")
+        return write_images(folder / "images", flat=3).model_copy(update={"files": str(folder / "list.txt")})
+    if kind == "label column":
+        table = write_table(folder / "x.parquet", [0] * 400, name="kind")
+        return table.model_copy(update={"label_column": "foo"})
+    if kind == "labels":
+        return write_table(folder / "x.parquet", [[0, 1]] * 400)
+    if kind == "empty folder":
+        (folder / "empty").mkdir()
+        return DatasetConfig(source="folder", path=str(folder / "empty"))
+    (folder / "x").write_text("text")
+    return DatasetConfig(source=kind, path=str(folder / "x"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("list", r"dataset\.files: .*missing\.png"),
+        ("zip", r"dataset\.path: .*zip"),
+        ("parquet", r"dataset\.path: .*parquet"),
+        ("folder", r"dataset\.path: .*folder"),
+        ("empty folder", r"dataset\.path: .*empty"),
+        ("label column", r"dataset\.label_column: got 'foo'.*image, kind"),
+        ("labels", r"dataset\.label_column: 'label' holds \[0, 1\]"),
+    ],
+)
+def test_data_that_are_present_but_unusable_are_rejected_by_check(tmp_path, capsys, kind, message):
+    dataset = write_unusable_data(tmp_path, kind)
+    with pytest.raises(ConfigError, match=message):
+        count_images(dataset)
+    assert main(["check", str(write_experiment(tmp_path, dataset=dataset.model_dump()))]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_count_images_reads_the_cache_of_the_hub(tmp_path):
@@ -133,13 +172,14 @@ def test_an_extractor_that_the_images_do_not_allow_is_rejected(tmp_path, changes
         (100, None, "got 100 images with the held-out ones, allowed: more than 100"),
         (129, 30, None),  # 100 training images and 30 held-out images
         (130, 30, "got 130 images with the held-out ones, allowed: more than 130"),
-        (130, 0, None),  # the held-out images are unknown
+        (130, 0, None),  # the held-out images are missing
     ],
 )
 def test_reference_all_needs_more_images_than_features(tmp_path, features, heldout, rejected):
     dataset = write_images(tmp_path / "flat", flat=100)
     if heldout is not None:
         dataset = dataset.model_copy(update={"heldout": str(tmp_path / "heldout")})
+    if heldout:
         write_images(tmp_path / "heldout", flat=heldout)
     extractor = {"name": "selfsupervised", "features": features}
     evaluation = EvaluationConfig(extractor=extractor, reference="all")

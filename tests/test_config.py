@@ -142,7 +142,7 @@ def test_a_size_that_yaml_reads_as_a_number_becomes_text():
 
 
 def test_missing_files_and_networks_are_reported_by_check(tmp_path, capsys):
-    values = {"experiment": "x", "methods": {"a": {}}, "dataset": {"source": "folder", "path": str(tmp_path)}}
+    values = {"experiment": "x", "methods": {"a": {}}, "dataset": {"source": "folder", "path": str(tmp_path / "train")}}
     values["dataset"] |= {"resolution": 32, "heldout": str(tmp_path / "held"), "captions": str(tmp_path / "c.json")}
     values |= {"text_encoder": {"path": "/no/encoder"}, "model": {"name": "uvit", "conditions": ["text"]}}
     values["evaluation"] = {"metrics": ["frechet", "clip"], "extractor": "selfsupervised"}

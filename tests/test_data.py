@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import struct
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kairos.data.decode import read_image, to_pixels
 from kairos.data.pixels import to_uint8
 from kairos.data.prepare import prepare, write_dataset
 from kairos.data.settings import DatasetConfig
+from kairos.data.source_statistics import inspect_images
 from kairos.data.sources import open_source
 from kairos_timesteps.errors import ConfigError, KairosError
 
@@ -232,6 +234,58 @@ def test_images_are_rotated_as_their_exif_orientation_requires(orientation, suff
     assert np.array_equal(*pixels)
 
 
+def encode_exif(*tags: tuple[int, int, bytes]) -> bytes:
+    """Return the EXIF bytes of a JPEG with tags of one value each: number, TIFF's number of the type, four bytes."""
+    directory = struct.pack("<H", len(tags))
+    for number, value_type, value in tags:
+        directory += struct.pack("<HHI4s", number, value_type, 1, value)
+    return b"Exif\0\0" + struct.pack("<2sHI", b"II", 42, 8) + directory + bytes(4)
+
+
+ASCII, SHORT = 2, 3  # numbers of types in TIFF
+ORIENTATION, X_RESOLUTION = 0x0112, 0x011A
+
+
+@pytest.mark.parametrize(
+    ("exif", "size"),
+    [
+        (encode_exif((ORIENTATION, SHORT, b"\6\0"), (X_RESOLUTION, ASCII, b"7")), (8, 16)),
+        (encode_exif((ORIENTATION, ASCII, b"6")), (16, 8)),
+        (encode_exif((ORIENTATION, SHORT, b"\11\0")), (16, 8)),  # orientation 9 does not exist
+    ],
+    ids=["resolution is text", "orientation is text", "orientation 9"],
+)
+def test_only_a_valid_exif_orientation_is_used_and_other_tags_are_ignored(exif, size, tmp_path):
+    random_image(1, 8, 16).save(tmp_path / "turned.jpg", exif=exif)
+    assert read_image(tmp_path / "turned.jpg").size == size
+    for decode in (False, True):
+        images = inspect_images(folder_config(tmp_path), decode=decode)
+        assert (dict(images.sizes), images.unread) == ({size: 1}, [])
+
+
+@pytest.mark.parametrize("orientation", [1, 6, 9])
+def test_the_sizes_of_rotated_tiff_files_are_read_from_their_headers(orientation, tmp_path):
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    random_image(1, 8, 16).save(tmp_path / "turned.tif", exif=exif)
+    assert dict(inspect_images(folder_config(tmp_path)).sizes) == {read_image(tmp_path / "turned.tif").size: 1}
+
+
+@pytest.mark.parametrize("error", [struct.error, TypeError, KeyError])
+def test_any_error_of_the_decoder_is_reported_with_the_name_of_the_image(error, tmp_path, monkeypatch):
+    write_images(tmp_path / "in", 3)
+
+    def fail(image):
+        raise error("damaged")
+
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", fail)
+    with pytest.raises(KairosError, match=r"000\.png is broken.*damaged"):
+        prepare(folder_config(tmp_path / "in"), tmp_path / "out")
+    assert len(inspect_images(folder_config(tmp_path / "in"), decode=True).unread) == 3
+    monkeypatch.setattr("PIL.Image.open", fail)
+    assert "000.png" in inspect_images(folder_config(tmp_path / "in")).unread[0]
+
+
 def test_sixteen_bit_images_and_exif_rotations_are_read(tmp_path):
     ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
     Image.fromarray(ramp).save(tmp_path / "ramp.png")
@@ -277,6 +331,25 @@ def test_a_killed_prepare_leaves_no_data_set(tmp_path):
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         *("conditions", "heldout.npy", "images.npy", "manifest.json", "train.npy")
     ]
+
+
+def test_two_processes_cannot_prepare_one_folder_at_once(tmp_path):
+    write_images(tmp_path / "in", 10)
+    settings = folder_config(tmp_path / "in")
+    source = open_source(settings)
+    rejected = []
+
+    def read(index):
+        if index == 7:  # a second prepare, of fewer images, starts while the first one reads
+            with pytest.raises(KairosError, match=r"out: another process") as error:
+                prepare(settings.model_copy(update={"limit": 4}), tmp_path / "out")
+            rejected.append(error)
+        return source.read(index)
+
+    write_dataset(settings, type(source)(source.count, read, source.name), tmp_path / "out")
+    assert rejected
+    assert len(open_dataset(tmp_path / "out").images) == 10
+    assert not list((tmp_path / "out").glob(".tmp-*"))
 
 
 @pytest.fixture

@@ -186,6 +186,26 @@ def test_a_progress_record_without_contents_is_not_used(results, latents, capsys
     assert "resumes" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("shard", [None, "1of2"])
+def test_two_processes_cannot_encode_into_one_folder_at_once(results, shard):
+    codec = load_codec(results / "autoencoder")
+    dataset = open_dataset(results / "dataset")
+    out = results / f"twice-{shard}"
+    rejected = []
+
+    class EncodingTwice(Codec):
+        def encode(self, images):
+            if not rejected:
+                rejected.append(shard)
+                with pytest.raises(KairosError, match=f"{out.name}: another process"):
+                    encode(dataset, codec, out, True, 16, shard=shard and Shard.parse(shard))
+            return codec.encode(images)
+
+    twice = EncodingTwice(codec.manifest, torch.device("cpu"))
+    encode(dataset, twice, out, True, 16, shard=shard and Shard.parse(shard))
+    assert rejected and (out / "manifest.json").is_file() and not list(results.glob(".tmp-*"))
+
+
 class CodecOnDevice(Codec):
     """Codec that computes on the CPU and reports another device, such as a GPU."""
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kairos import files
-from kairos.files import atomic_folder, list_by_step
+from kairos.files import atomic_folder, list_by_step, lock_folder
 from kairos_timesteps.errors import KairosError
 
 WRITER = """
@@ -183,3 +183,42 @@ def test_only_an_object_is_a_record(content, tmp_path):
     for read in (files.read_json, files.RecordReader("config").read):
         with pytest.raises(files.DamagedError, match=r"record\.json: damaged: not JSON with fields"):
             read(tmp_path / "record.json")
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from kairos.files import lock_folder
+with lock_folder(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_is_written_by_one_process_at_a_time_and_a_kill_releases_its_lock(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(KairosError, match="another process"), lock_folder(tmp_path):
+            pass
+        holder.kill()
+    for _ in range(2):
+        with lock_folder(tmp_path):
+            assert [file.name for file in tmp_path.iterdir()] == [".tmp-lock"]
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_whose_file_its_holder_deletes_is_taken_again(tmp_path, monkeypatch):
+    """The holder deletes the file after another process has opened it; that process must lock the new file."""
+    lock, attempts = files.try_lock, []
+
+    def delete_first(file, **arguments):
+        if not attempts:
+            os.unlink(file.name)
+        attempts.append(file.name)
+        return lock(file, **arguments)
+
+    monkeypatch.setattr(files, "try_lock", delete_first)
+    with lock_folder(tmp_path):
+        assert len(attempts) == 2
+        with pytest.raises(KairosError, match="another process"), lock_folder(tmp_path):
+            pass

@@ -1,5 +1,7 @@
 """Held-out images: none, a share of the data set, or a separate folder, file or split."""
 
+import re
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +16,11 @@ from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.train_or_load import make_autoencoder
 from kairos.config import validate
 from kairos.costs.dataset_size import find_dataset_size
+from kairos.costs.preflight import find_warnings
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
-from kairos.data.sources import OPENERS, open_source
+from kairos.data.sources import OPENERS, check_heldout, open_source
 from kairos.downloads import list_requirements
 from kairos.evaluation import classifier
 from kairos.evaluation.settings import ClassifierOptions
@@ -45,6 +48,12 @@ def make_layout(**dataset):
         ({"heldout": float("nan")}, r"dataset\.heldout"),
         ({"heldout": "test"}, r"dataset\.heldout: got 'test', allowed: a share from 0, below 1$"),
         ({"heldout": None}, r"dataset\.heldout: got None"),
+        ({"heldout": "1e-1", "source": "folder", "path": "in"}, r"dataset\.heldout: got '1e-1'.*write 1\.0e-1"),
+        ({"heldout": "0.1", "source": "folder", "path": "in"}, r"dataset\.heldout: got '0\.1'.*in YAML this is text"),
+        ({"heldout": "in", "source": "folder", "path": "in"}, r"dataset\.heldout: got 'in'"),
+        ({"heldout": "train", "source": "hub", "path": "a/b"}, r"dataset\.heldout: got 'train'"),
+        ({"heldout": "l", "files": "l", "source": "zip", "path": "x.zip"}, r"dataset\.heldout: got 'l'"),
+        ({"source": "hub", "path": "/data/x"}, r"dataset\.path: got '/data/x'"),
     ],
     ids=str,
 )
@@ -119,6 +128,58 @@ def test_heldout_images_from_a_separate_folder(tmp_path):
         file.write_bytes(b"")
     with pytest.raises(KairosError, match=r"5 usable image.*5 held out.*one to train on"):
         prepare(settings.model_copy(update={"broken": "skip"}), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "file"),
+    [
+        ({"source": "folder", "path": "in", "heldout": "in/val"}, "in/val/000.png"),
+        ({"source": "folder", "path": "in/val", "heldout": "./in"}, "in/val/000.png"),
+        ({"source": "folder", "path": "in", "heldout": "linked"}, "in/val/000.png"),
+        ({"source": "folder", "path": "with_link", "heldout": "in/val"}, "in/val/000.png"),
+        ({"source": "folder", "path": "in", "files": "a.txt", "heldout": "b.txt"}, "in/val/000.png"),
+        ({"source": "zip", "path": "x.zip", "heldout": "./x.zip"}, "x.zip/000.png"),
+        ({"source": "parquet", "path": "tables/*.parquet", "heldout": "tables/test.parquet"}, "tables/test.parquet"),
+        ({"source": "parquet", "path": "tables", "heldout": "./tables"}, "tables/test.parquet"),
+    ],
+    ids=str,
+)
+def test_heldout_images_that_are_trained_on_are_rejected(tmp_path, monkeypatch, hub_cache, dataset, file):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    write_images(Path("in/train"), 3)
+    write_images(Path("in/val"), 2)
+    Path("linked").symlink_to("in/val")
+    write_images(Path("with_link/train"), 2)
+    Path("with_link/val").symlink_to("../in/val")
+    Path("a.txt").write_text("train/000.png\nval/000.png\n")
+    Path("b.txt").write_text("val/000\nval/001\n")
+    with zipfile.ZipFile("x.zip", "w") as archive:
+        archive.write("in/val/000.png", "000.png")
+    Path("tables").mkdir()
+    for name in ("train", "test"):
+        write_parquet(Path(f"tables/{name}.parquet"), 2)
+    settings = config(**dataset)
+    message = rf"dataset\.heldout: got '{re.escape(dataset['heldout'])}'.*{re.escape(str(tmp_path / file))}"
+    with pytest.raises(ConfigError, match=message):
+        open_source(settings)
+    with pytest.raises(ConfigError, match=message):
+        check_heldout(settings)
+    experiment = validate({"experiment": "e", "dataset": dataset, "methods": {"u": {}}})
+    with pytest.raises(ConfigError, match=message):
+        list(find_warnings(experiment, profile=None, gpu_memory=None, steps_per_second=None))
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "heldout"), [("folder", "a", "ab"), ("folder", "a", "gone"), ("parquet", "a/x.parquet", "gone")]
+)
+def test_separate_or_missing_heldout_images_pass_the_check(tmp_path, monkeypatch, source, path, heldout):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "ab"):
+        write_images(Path(folder), 2)
+    Path("a/x.parquet").touch()
+    dataset = {"source": source, "path": path, "heldout": heldout}
+    experiment = validate({"experiment": "e", "dataset": dataset, "methods": {"u": {}}})
+    assert not list(find_warnings(experiment, profile=None, gpu_memory=None, steps_per_second=None))
 
 
 def test_heldout_images_from_separate_parquet_files(tmp_path, hub_cache):  # noqa: F811

@@ -26,7 +26,7 @@ from kairos.data.settings import DatasetConfig
 from kairos.evaluation import clip
 from kairos.evaluation.measurements import ImageStatistics
 from kairos.evaluation.settings import ClipOptions
-from kairos.files import read_json
+from kairos.files import lock_folder, read_json
 from kairos.sampling.samples_file import open_samples
 from kairos.staging import staged
 from kairos.text_encoders import encoder as encoders
@@ -348,6 +348,12 @@ def test_killed_and_resumed_encoding_gives_equal_bits(encoder, captioned, tmp_pa
     assert sorted(file.name for file in (tmp_path / "killed").iterdir()) == ["empty.npy", "manifest.json", "states.npy"]
     other = encode_captions(config.model_copy(update={"length": 20}), dataset, tmp_path / "other", CPU)
     assert other["content_sha256"] != whole["content_sha256"]
+
+
+def test_two_processes_cannot_encode_captions_into_one_folder_at_once(encoder, captioned, tmp_path):
+    config = TextEncoderConfig(path=str(encoder), batch_size=16).resolve_auto("tokens")
+    with lock_folder(tmp_path / "out"), pytest.raises(KairosError, match="out: another process"):
+        encode_captions(config, open_dataset(captioned), tmp_path / "out", CPU)
 
 
 def test_text_states_of_another_torch_are_not_resumed(encoder, captioned, tmp_path, capsys, monkeypatch):

@@ -429,6 +429,42 @@ def try_lock(file: IO[Any], timeout: float, conflict: str, to_move: str) -> bool
             raise KairosError(f"{fault}. To solve this, {advice}") from None
 
 
+@contextmanager
+def lock_folder(folder: Path, path: Path | None = None) -> Iterator[None]:
+    """Hold the lock of a folder in which the block writes files of fixed names, so that one process at a time does.
+
+    The file of the lock is deleted at the end. A killed process may leave the file, but not the lock.
+
+    Args:
+        folder: the folder that is written; it is created if `path` is None.
+        path: file of the lock, in an existing folder; None: ``.tmp-lock`` in `folder`.
+
+    Raises:
+        KairosError: another process holds the lock, or the file system has no locks.
+    """
+    if path is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / ".tmp-lock"
+    while True:
+        file = open(path, "a")  # noqa: SIM115  (closed below, after the file is deleted)
+        try:
+            if not try_lock(file, timeout=0, conflict="two processes writing this folder at once", to_move="results"):
+                raise KairosError(f"{folder}: another process is writing this folder; wait for its end")
+            # the process that held the lock may have deleted the file after this one had opened it
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    break
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before the lock is released
+        file.close()
+
+
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a text file, except a last line without a newline; empty if the file does not exist."""
     if not path.exists():

@@ -19,7 +19,7 @@ from kairos.data.captions import open_encoded_captions
 from kairos.data.dataset import PreparedDataset
 from kairos.data.pixels import reduce_resolution
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
-from kairos.files import check_files, open_record, sha256_json, sync_to_disk, write_json
+from kairos.files import check_files, lock_folder, open_record, sha256_json, sync_to_disk, write_json
 from kairos.fingerprint import fingerprint
 from kairos.shapes import EncodedImages, Images
 from kairos.shards import AGAIN, Shard, order_shards
@@ -65,7 +65,7 @@ def encode(
     Raises:
         ConfigError: the factor does not divide the sides of the images, or a shard is requested without an autoencoder.
         KairosError: the autoencoder is for images of another shape, the folder of a shard or of stage text cannot be
-            used, or a latent is too large for `dtype`.
+            used, a latent is too large for `dtype`, or another process is writing the folder.
     """
     _check_shapes(dataset, codec, factor)
     identity = {
@@ -85,21 +85,22 @@ def encode(
 
     # arrays, in the private folder; the captions are opened first, because `prepare_folder` deletes the old result
     text_manifest = open_encoded_captions(text, dataset).manifest if text else None
-    partial = prepare_folder(out, _ARRAYS)
-    all_rows = range(len(dataset.images))
-    if codec.manifest["kind"] == "none":
-        files: dict[str, str] = {}  # training reads the pixels of the data set
-    elif shard_folders:
-        files = _merge_shards(shard_folders, identity, partial, all_rows)
-    else:
-        files = _encode_moments(dataset, codec, partial, identity, all_rows)
+    with lock_folder(out):
+        partial = prepare_folder(out, _ARRAYS)
+        all_rows = range(len(dataset.images))
+        if codec.manifest["kind"] == "none":
+            files: dict[str, str] = {}  # training reads the pixels of the data set
+        elif shard_folders:
+            files = _merge_shards(shard_folders, identity, partial, all_rows)
+        else:
+            files = _encode_moments(dataset, codec, partial, identity, all_rows)
 
-    # manifest
-    manifest = _describe_content(dataset, codec, files, flips, factor, text_manifest, dtype)
-    manifest["dataset"] = _relative_path(dataset.folder, out)
-    if text:
-        manifest["text"] = _relative_path(text, out)
-    publish_arrays(out, manifest)
+        # manifest
+        manifest = _describe_content(dataset, codec, files, flips, factor, text_manifest, dtype)
+        manifest["dataset"] = _relative_path(dataset.folder, out)
+        if text:
+            manifest["text"] = _relative_path(text, out)
+        publish_arrays(out, manifest)
     return manifest
 
 
@@ -188,7 +189,7 @@ def _encode_shard(
 
     Raises:
         ConfigError: there is no autoencoder, so nothing is encoded.
-        KairosError: a latent is too large for the data type on disk.
+        KairosError: a latent is too large for the data type on disk, or another process is writing the folder.
     """
     if codec.manifest["kind"] == "none":
         raise ConfigError("--shard: got one with autoencoder.kind none, allowed: none, since pixels are not encoded")
@@ -196,12 +197,13 @@ def _encode_shard(
     batch_size = identity["batch_size"]
     partial = out.with_name(f".{out.name}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    files = _encode_moments(dataset, codec, partial, identity, shard.rows(count, batch_size))
-    manifest = {**identity, "shard": shard.record(count, batch_size), "files": files}
-    write_json(partial / "manifest.json", manifest)
-    shutil.rmtree(out, ignore_errors=True)
-    os.rename(partial, out)
-    sync_to_disk(out.parent)
+    with lock_folder(out, path=out.with_name(f".tmp-{out.name}.lock")):  # `out` itself is replaced
+        files = _encode_moments(dataset, codec, partial, identity, shard.rows(count, batch_size))
+        manifest = {**identity, "shard": shard.record(count, batch_size), "files": files}
+        write_json(partial / "manifest.json", manifest)
+        shutil.rmtree(out, ignore_errors=True)
+        os.rename(partial, out)
+        sync_to_disk(out.parent)
     return manifest
 
 

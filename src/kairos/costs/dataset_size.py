@@ -77,7 +77,7 @@ def find_dataset_size(
 
     Raises:
         ConfigError: the shape of x0, the shape of a text or the number of classes is not known; the message reports the
-            option that sets it. It is also raised if the counted number of images is not `dataset.images`.
+            option that sets it. It is also raised if images cannot be used, or their number is not `dataset.images`.
     """
     # shapes and numbers of images
     assumed = experiment.known or KnownConfig()  # facts in the experiment file, used if the data are not at hand
@@ -168,7 +168,7 @@ def _find_image_counts(
     prepare.
 
     Raises:
-        ConfigError: the counted number of images is not `dataset.images`.
+        ConfigError: the images cannot be used, or their counted number is not `dataset.images`.
     """
     if dataset_record:
         shape = (dataset_record["channels"], dataset_record["height"], dataset_record["width"])
@@ -186,7 +186,7 @@ def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | 
     both numbers are None and the origin is the advice to set one of the fields.
 
     Raises:
-        ConfigError: the counted number of images is not `dataset.images`.
+        ConfigError: the images cannot be used, or their counted number is not `dataset.images`.
     """
     has_separate_heldout = isinstance(dataset.heldout, str)  # path of held-out images
     is_digits = dataset.source == "digits"  # scikit-learn's, whose number is known, so that the fields are ignored

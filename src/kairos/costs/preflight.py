@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import yaml
 
 from kairos import devices
 from kairos.config import Experiment
-from kairos.data.settings import DatasetConfig
+from kairos.data.settings import DatasetConfig, MissingDataError
 from kairos.data.source_statistics import inspect_images
 from kairos.status.cluster_checks import profile_file
 from kairos.workflow.rules import gpus_per_job, training_resources
@@ -26,9 +27,10 @@ def find_warnings(
 ) -> Iterator[str]:
     """Yield warnings about an experiment that could fail late: images, memory of a GPU, time limits of a cluster.
 
-    Images are read if they are in a folder. Memory is not checked without a GPU's memory or for training on CPUs. If
-    the cost cannot be estimated, because a shape is not known yet for example, this is a warning; memory and the
-    duration of jobs are then not checked. The checks run, and raise errors, while the caller iterates.
+    Images are read if they are in a folder. Held-out images from another path are listed; they must not be training
+    images. Memory is not checked without a GPU's memory or for training on CPUs. If the cost cannot be estimated,
+    because a shape is not known yet for example, this is a warning; memory and the duration of jobs are then not
+    checked. The checks run, and raise errors, while the caller iterates.
 
     Args:
         profile: folder of a cluster's profile; None: time limits are not checked.
@@ -41,6 +43,11 @@ def find_warnings(
     """
     if experiment.dataset.source == "folder":
         yield from _check_images(experiment.dataset)
+    if experiment.dataset.heldout_section is not None:
+        from kairos.data.sources import check_heldout
+
+        with suppress(MissingDataError):  # `warn_of_missing` reports missing files
+            check_heldout(experiment.dataset)
     if gpu_memory is None:
         gpu_memory = _find_gpu_memory()
     if not (profile or gpu_memory):

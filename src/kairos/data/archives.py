@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import TypeVar
 
-from kairos.data.settings import DatasetConfig
+from kairos.data.settings import DatasetConfig, MissingDataError
 from kairos_timesteps.errors import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -24,7 +24,8 @@ class ZipArchive:
     Each process opens the file for itself: after a fork, parent and child would share one read position.
 
     Raises:
-        ConfigError: the file is missing or is not a zip file.
+        MissingDataError: the file is missing.
+        ConfigError: the file is not a zip file.
     """
 
     def __init__(self, config: DatasetConfig):
@@ -33,7 +34,8 @@ class ZipArchive:
         try:
             self._names = self._open().namelist()
         except (OSError, zipfile.BadZipFile) as error:
-            raise ConfigError(f"dataset.path: got {self._path!r}, allowed: a zip of images ({error})") from None
+            error_type = MissingDataError if isinstance(error, FileNotFoundError) else ConfigError
+            raise error_type(f"dataset.path: got {self._path!r}, allowed: a zip of images ({error})") from None
 
     def list_images(self) -> tuple[list[str], list[int]]:
         """Return the sorted names of all images in the zip, and the class number of each image in this order.
@@ -117,6 +119,7 @@ def select_listed_files(config: DatasetConfig, names: list[str], labels: list[La
         labels: label of each file; empty if the data set has none. The returned labels are then empty, too.
 
     Raises:
+        MissingDataError: the list is missing.
         ConfigError: the list cannot be read, is empty, or contains a file that does not exist.
     """
     if config.files is None:
@@ -162,13 +165,15 @@ def _read_list(path: str, line_value: str) -> list[str]:
     with this value are used (CelebA's partition).
 
     Raises:
+        MissingDataError: the list is missing.
         ConfigError: the list cannot be read, or selects nothing.
     """
     where = f"dataset.files: {path}"
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read ({error}), allowed: a text file with a name in each line") from None
+        error_type = MissingDataError if isinstance(error, FileNotFoundError) else ConfigError
+        raise error_type(f"{where} cannot be read ({error}), allowed: a text file with a name in each line") from None
     names = lines
     if line_value:
         names = [line.rsplit(maxsplit=1)[0] for line in lines if line.split()[-1] == line_value]

@@ -4,12 +4,22 @@ import io
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from kairos.array_shapes import SingleImage
 from kairos_timesteps.errors import KairosError
 
 RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.LANCZOS}
+# how images of each EXIF orientation become upright; 1 is upright
+_TRANSPOSITIONS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 def read_image(data: bytes | Path) -> Image.Image:
@@ -24,12 +34,24 @@ def read_image(data: bytes | Path) -> Image.Image:
     try:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as image:
             image.load()  # open alone reads the header only; a truncated file fails here
-            ImageOps.exif_transpose(image, in_place=True)  # in place: otherwise PIL copies upright images
-            return image
+            # not `ImageOps.exif_transpose`, which also encodes the other EXIF tags again and fails if one is damaged
+            transposition = find_transposition(image)
+            return image if transposition is None else image.transpose(transposition)
     except UnidentifiedImageError:  # its message contains the address of an object, which varies
         raise ValueError("cannot identify image file") from None
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+    except MemoryError:  # a property of the machine, not of the image
+        raise
+    except Exception as error:  # PIL raises errors of many types for damaged files, such as struct.error and TypeError
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def find_transposition(image: Image.Image) -> Image.Transpose | None:
+    """Return the rotation or reflection that makes an image upright by its EXIF orientation; None if it is upright.
+
+    An orientation that is not an integer from 2 to 8 is ignored.
+    """
+    orientation = image.getexif().get(ExifTags.Base.Orientation)
+    return _TRANSPOSITIONS.get(orientation) if isinstance(orientation, int) else None
 
 
 def to_pixels(

@@ -32,7 +32,7 @@ from kairos.data.decode import to_pixels
 from kairos.data.linked_images import TEMPORARY_COPY, Checksum, checksum, create_temporary_copy, delete_temporary_copy
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
-from kairos.files import sha256_file, sha256_json, sync_to_disk, write_json
+from kairos.files import lock_folder, sha256_file, sha256_json, sync_to_disk, write_json
 from kairos.progress import ProgressBar, log
 from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -132,8 +132,8 @@ def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the source cannot be used as configured, images differ in size and no resolution is configured, or
             the number of training images is not `dataset.train_images`.
-        KairosError: an image is broken and `dataset.broken` is ``refuse``, an image does not fit `dataset.crop`, or too
-            few images are usable.
+        KairosError: an image is broken and `dataset.broken` is ``refuse``, an image does not fit `dataset.crop`,
+            too few images are usable, or another process is writing the folder.
     """
     return write_dataset(config, open_source(config), out)
 
@@ -143,6 +143,12 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
 
     An earlier data set in the folder is deleted first. See `prepare` for the files and errors.
     """
+    with lock_folder(out):
+        return _write_dataset(config, source, out)
+
+
+def _write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str, Any]:
+    """Write the folder of a data set, see `write_dataset`; the caller holds the lock of the folder."""
     _delete_old_files(out)
     selected, unmatched_counts = _select_images(config, source)
     decoded = _decode_images(config, source, selected, out)

@@ -25,7 +25,8 @@ def prepare_folder(out: Path, names: Iterable[str]) -> Path:
     """Create the folder of a stage if necessary, delete old results in it, and return the path of its private folder.
 
     The private folder ``.partial`` is not created. A killed job may have left arrays in it, which are kept if `out` has
-    no manifest. A manifest shows that the stage was complete, and the private folder is then deleted too.
+    no manifest. A manifest shows that the stage was complete, and the private folder is then deleted too. The caller
+    holds the lock of `out` until the arrays are published, see `lock_folder`.
 
     Args:
         out: folder of the stage.

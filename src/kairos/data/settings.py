@@ -1,10 +1,17 @@
 """Section `dataset` of an experiment file."""
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from kairos.section import Section, field
-from kairos_timesteps.errors import ConfigError, demand
+from kairos_timesteps.errors import ConfigError, KairosError, demand
+from kairos_timesteps.options import yaml_number_hint
+
+
+class MissingDataError(ConfigError):
+    """Images, or a list of files, that are not on this machine; they may be downloaded later."""
 
 
 class DatasetConfig(Section):
@@ -68,8 +75,9 @@ class DatasetConfig(Section):
     def _check_source(self) -> None:
         """Check that path, list of files, flips and held-out images fit the kind of source.
 
-        Digits have no flips, and `heldout` is a share; all other sources need a path. A share is at least 0 and below
-        1. The path of other held-out images is not checked. A list of files is for folders and zips only.
+        Digits have no flips, and `heldout` is a share; all other sources need a path, which is no absolute path for the
+        hub. A share is at least 0 and below 1. Other held-out images have another path, split or list than the training
+        images; it may be missing. A list of files is for folders and zips only.
 
         Raises:
             ConfigError: a field does not fit.
@@ -79,12 +87,24 @@ class DatasetConfig(Section):
             demand(not self.flips, "dataset.flips", "true", "false for digits (a flipped digit is no digit)")
         else:
             demand(self.path, "dataset.path", "null", f"the path or hub id of source {self.source}")
+        if self.source == "hub":
+            allowed = "the id of a data set on the hub, such as OWNER/NAME; source folder, zip or parquet reads files"
+            demand(not str(self.path).startswith("/"), "dataset.path", f"{self.path!r} with source hub", allowed)
+        number_hint = ""
         if isinstance(self.heldout, str):
-            valid_heldout = not is_digits
+            # a share that YAML reads as text, such as 1e-1; a folder may be called 2012
+            number_hint = "" if self.heldout.isdigit() else yaml_number_hint(self.heldout)
+            valid_heldout = not is_digits and not number_hint
         else:
             valid_heldout = 0 <= self.heldout < 1
         alternative = "" if is_digits else ", or where the images to hold out are"
-        demand(valid_heldout, "dataset.heldout", repr(self.heldout), f"a share from 0, below 1{alternative}")
+        allowed = f"a share from 0, below 1{alternative}{number_hint}"
+        demand(valid_heldout, "dataset.heldout", repr(self.heldout), allowed)
+        heldout = self.heldout_section
+        if heldout is not None:
+            has_other_images = (heldout.path, heldout.files, heldout.split) != (self.path, self.files, self.split)
+            allowed = "a share, or another path, split or list than that of the training images"
+            demand(has_other_images, "dataset.heldout", repr(self.heldout), allowed)
         if self.source not in ("folder", "zip"):
             demand(not self.files, "dataset.files", repr(self.files), f"null with source {self.source}")
 
@@ -174,9 +194,14 @@ class DatasetConfig(Section):
     def find_label_column(self, columns: Collection[str]) -> str | None:
         """Return the name of the column of labels; None without one.
 
-        It is `label_column` if that is set, even if `columns` lacks it. Otherwise it is ``label`` if `columns` has it.
+        It is `label_column` if that is set. Otherwise it is ``label`` if `columns` has it.
+
+        Raises:
+            ConfigError: `label_column` is set, and `columns` lacks it.
         """
         if self.label_column:
+            allowed = f"one of {', '.join(columns)}"
+            demand(self.label_column in columns, "dataset.label_column", repr(self.label_column), allowed)
             return self.label_column
         return "label" if "label" in columns else None
 
@@ -192,3 +217,18 @@ class DatasetConfig(Section):
         if share == 0:
             return 0
         return min(max(round(share * count), 1), count - 1)
+
+
+@contextmanager
+def report_as_heldout() -> Iterator[None]:
+    """Replace the names of fields in a KairosError of the block, which reads `DatasetConfig.heldout_section`.
+
+    The experiment file has no section of held-out images: its path, files and captions come from the fields
+    `dataset.heldout` and `dataset.heldout_captions`. The message must contain these names instead.
+    """
+    try:
+        yield
+    except KairosError as error:
+        message = re.sub(r"dataset\.(path|files)", "dataset.heldout", str(error), count=1)
+        message = message.replace("dataset.captions", "dataset.heldout_captions", 1)
+        raise type(error)(message) from None

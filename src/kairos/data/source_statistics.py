@@ -4,6 +4,7 @@ Checks that run before any job use these functions. `count_images` reads no imag
 of files, or the number of rows and the column of labels, are enough.
 """
 
+import glob
 import math
 import os
 import re
@@ -12,13 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kairos.data.settings import DatasetConfig
-from kairos_timesteps.errors import ConfigError
+from kairos.data.settings import DatasetConfig, MissingDataError
+from kairos_timesteps.errors import ConfigError, KairosError
 
 _MOST_INSPECTED = 20_000  # images
 _DIGIT_COUNT = 1797  # images of digits in scikit-learn
 _RAREST_DIGIT_COUNT = 174  # images of the rarest digit
-_EXIF_ORIENTATION = 0x0112  # tag of EXIF; values 5 to 8 swap width and height
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ImageCounts:
     Attributes:
         train: number of training images; None if unknown.
         smallest: number of images of the smallest class, training and held out; None without labels.
-        unknown: reason why the source could not be counted; empty if the counts are known.
+        unknown: why the source could not be counted, such as a missing folder; empty if the counts are known.
         count: number of images within the limit, training and held out, without held-out images from another path; None
             if unknown.
         classes: number of classes that have an image; None without labels.
@@ -46,17 +46,22 @@ def count_images(config: DatasetConfig) -> ImageCounts:
 
     The counts follow `dataset.limit` and `dataset.heldout`. With a limit, the size of the smallest class is the one
     expected in a random subset, rounded down. Broken images and images without captions are counted. If the source
-    cannot be read, all counts are None, and `ImageCounts.unknown` contains the reason.
+    is missing, all counts are None, and `ImageCounts.unknown` contains the reason.
 
     Raises:
-        ConfigError: the number of images is known, and is not `dataset.images`.
+        ConfigError: the source is present but cannot be used, or the number of images is not `dataset.images`.
     """
     counting_functions = {"digits": _count_digits, "parquet": _count_parquet, "hub": _count_hub}
     count_source = counting_functions.get(config.source, _count_files)
     try:
         count, class_sizes = count_source(config)
-    except (ConfigError, OSError, ValueError, LookupError) as error:  # arrow raises subclasses of the last two types
+    except MissingDataError as error:
         return ImageCounts(unknown=" ".join(str(error).split()))
+    except KairosError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, NotImplementedError) as error:  # arrow raises subclasses
+        problem = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"dataset.path: {config.path!r} cannot be read ({problem})") from None
     config.check_count(count)
     used_count = count if config.limit is None else min(count, config.limit)
     heldout_count = 0 if isinstance(config.heldout, str) else config.heldout_count(used_count)
@@ -79,7 +84,8 @@ def _count_files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     """Return the number of images of a folder or a zip, and the number of each class, without reading images.
 
     Raises:
-        ConfigError: the folder, zip or list cannot be used, for example since it is missing or contains no image.
+        MissingDataError: the folder, zip or list is missing.
+        ConfigError: the folder, zip or list cannot be used, for example since it contains no image.
     """
     from kairos.data.sources import OPENERS
 
@@ -92,14 +98,13 @@ def _count_parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     """Return the number of rows of parquet files, and the number of each class; only the column of labels is read.
 
     Raises:
-        ConfigError: there are no such files.
-        LookupError, OSError, ValueError: a file is not parquet, or lacks the column of labels.
+        MissingDataError: there are no such files.
+        ConfigError: a file is not parquet, the configured column of labels does not exist, or a label is no class.
+        LookupError, OSError, ValueError: a file is damaged, or lacks the column of labels of the first file.
     """
-    import pyarrow.parquet as pq
+    from kairos.data.sources import open_parquet, parquet_files
 
-    from kairos.data.sources import parquet_files
-
-    files = [pq.ParquetFile(file) for file in parquet_files(config)]
+    files = [open_parquet(file) for file in parquet_files(config)]
     label_column = config.find_label_column(files[0].schema_arrow.names)
     columns = [label_column] if label_column else []  # a table without columns still has its number of rows
     return _count_rows([file.read(columns) for file in files], label_column)
@@ -111,8 +116,9 @@ def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     Nothing is downloaded. If the cache has several versions of the data set, the first folder by name is used.
 
     Raises:
-        ConfigError: the split is not in the cache.
-        LookupError, OSError, ValueError: a file is damaged, or lacks the column of labels.
+        MissingDataError: the split is not in the cache.
+        ConfigError: the configured column of labels does not exist, or a label is no class.
+        LookupError, OSError, ValueError: a file is damaged.
     """
     import pyarrow as pa
 
@@ -120,15 +126,16 @@ def _count_hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     cache = Path(os.environ.get("HF_DATASETS_CACHE", f"{home}/datasets")).expanduser()
     # the cache contains each split as one Arrow file or several:
     # OWNER___my_images/<configuration>/<version>/<hash>/my_images-train-00000-of-00002.arrow
-    folder_pattern = f"{_cache_folder_name(str(config.path))}/*/*/*"
+    folder_pattern = f"{glob.escape(_cache_folder_name(str(config.path)))}/*/*/*"
+    split = glob.escape(config.split)
     files = sorted(
         [
-            *cache.glob(f"{folder_pattern}/*-{config.split}.arrow"),
-            *cache.glob(f"{folder_pattern}/*-{config.split}-[0-9]*-of-[0-9]*.arrow"),
+            *cache.glob(f"{folder_pattern}/*-{split}.arrow"),
+            *cache.glob(f"{folder_pattern}/*-{split}-[0-9]*-of-[0-9]*.arrow"),
         ]
     )
     if not files:
-        raise ConfigError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; run kairos fetch")
+        raise MissingDataError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; run kairos fetch")
     files_of_one_version = [str(file) for file in files if file.parent == files[0].parent]
     tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files_of_one_version]
     return _count_rows(tables, config.find_label_column(tables[0].column_names))
@@ -145,12 +152,18 @@ def _count_rows(tables: list[Any], label_column: str | None) -> tuple[int, dict[
     """Return the number of rows of several tables of arrow, and the number of each class.
 
     Without a label column the dictionary of classes is empty.
+
+    Raises:
+        ConfigError: a label is no class, such as a list.
     """
-    class_sizes: Counter[Any] = Counter()
+    from kairos.data.sources import check_labels
+
+    labels: list[Any] = []
     if label_column:
         for table in tables:
-            class_sizes.update(table[label_column].to_pylist())
-    return sum(map(len, tables)), class_sizes
+            labels += table[label_column].to_pylist()
+        check_labels(label_column, labels)
+    return sum(map(len, tables)), Counter(labels)
 
 
 @dataclass(frozen=True)
@@ -193,8 +206,6 @@ def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperti
     Raises:
         ConfigError: the folder does not exist, or contains no image.
     """
-    from PIL import Image
-
     from kairos.data.sources import OPENERS
 
     source = OPENERS["folder"](config)
@@ -211,8 +222,10 @@ def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperti
                 sizes[image.size] += 1
             else:
                 sizes[_size_in_header(Path(str(config.path), name))] += 1
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            unread.append(f"{name} ({' '.join(str(error).split())})")
+        except MemoryError:  # a property of the machine, not of the image
+            raise
+        except Exception as error:  # PIL raises errors of many types for damaged files
+            unread.append(f"{name} ({' '.join(str(error).split()) or type(error).__name__})")
     return ImageProperties(sizes, grey, unread)
 
 
@@ -232,10 +245,17 @@ def _size_in_header(path: Path) -> tuple[int, int]:
     """
     from PIL import Image
 
+    from kairos.data.decode import find_transposition
+
     with Image.open(path) as image:
-        if image.format == "PNG":  # PIL would decode a PNG to look for EXIF
+        # PIL would decode a PNG to look for EXIF, and has swapped the sides of a TIFF already
+        if image.format in ("PNG", "TIFF"):
             return image.size
         width, height = image.size
-        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
-        sides_are_swapped = orientation >= 5
+        sides_are_swapped = find_transposition(image) in (
+            Image.Transpose.TRANSPOSE,
+            Image.Transpose.ROTATE_270,
+            Image.Transpose.TRANSVERSE,
+            Image.Transpose.ROTATE_90,
+        )
         return (height, width) if sides_are_swapped else (width, height)

@@ -8,9 +8,8 @@ import glob
 import importlib.util
 import os
 import pickle
-import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from PIL import Image
 from kairos.data.archives import SUFFIXES, ZipArchive, select_listed_files
 from kairos.data.captions import UnmatchedCaptions, add_captions, captions_from_column
 from kairos.data.decode import read_image
-from kairos.data.settings import DatasetConfig
+from kairos.data.settings import DatasetConfig, MissingDataError, report_as_heldout
 from kairos_timesteps.errors import ConfigError, KairosError
 
 _MAPPED_BYTES = 64 << 20  # a memory-mapped table is opened again after reads have mapped about this many bytes
@@ -78,41 +77,76 @@ def open_source(config: DatasetConfig) -> Source:
     Raises:
         ConfigError: the folder, file, data set or column does not exist, or contains no image. Also if the number of
             images, without held-out images from another path, is not `dataset.images`. Also if captions cannot be read,
-            if held-out images have other conditions or unknown classes, or if both lists of files share an image.
+            if held-out images have other conditions or unknown classes, or are training images too.
         KairosError: `datasets` cannot load the data set.
     """
+    if config.source == "parquet":
+        check_heldout(config)  # before the tables are opened, which takes long
     opener = OPENERS[config.source]
     source = add_captions(opener(config), config)
     config.check_count(source.count)
     if config.heldout_section is None:
         return source
-    try:
+    with report_as_heldout():
         heldout = add_captions(opener(config.heldout_section), config.heldout_section)
-    except KairosError as error:
-        # The experiment file has no section of held-out images: its path, files and captions come from the fields
-        # `dataset.heldout` and `dataset.heldout_captions`. The message must contain these names instead.
-        message = re.sub(r"dataset\.(path|files)", "dataset.heldout", str(error), count=1)
-        message = message.replace("dataset.captions", "dataset.heldout_captions", 1)
-        raise type(error)(message) from None
-    if config.files:
-        _check_disjoint(config, source, heldout)
+    if config.source in ("folder", "zip"):
+        _check_disjoint(config, _list_files(config, source), _list_files(config.heldout_section, heldout))
     # without `dataset.heldout_captions`, the captions of both sources come from `dataset.captions`
     return _append_heldout(source, heldout, one_caption_file=config.heldout_captions is None)
 
 
-def _check_disjoint(config: DatasetConfig, train: Source, heldout: Source) -> None:
-    """Raise ConfigError if a training image and a held-out image have the same name.
+def check_heldout(config: DatasetConfig) -> None:
+    """Check that held-out images from another path can be listed, and that they are no training images.
 
-    Names alone are compared: the caller ensures that both sources are from one folder or zip.
+    Images are not read. Splits of hub data sets are not checked here: section `dataset` rejects equal ones.
+
+    Raises:
+        MissingDataError: the training images or the held-out images are missing.
+        ConfigError: they cannot be listed, or some images are both.
     """
-    train_names = {train.name(index) for index in range(train.count)}
-    heldout_names = {heldout.name(index) for index in range(heldout.count)}
-    common = sorted(train_names & heldout_names)
+    heldout_section = config.heldout_section
+    if heldout_section is None or config.source == "hub":
+        return
+    if config.source == "parquet":
+        train_files = map(os.path.realpath, parquet_files(config))
+        with report_as_heldout():
+            heldout_files = map(os.path.realpath, parquet_files(heldout_section))
+        _check_disjoint(config, train_files, heldout_files)
+        return
+    opener = OPENERS[config.source]
+    train = opener(config)
+    with report_as_heldout():
+        heldout = opener(heldout_section)
+    _check_disjoint(config, _list_files(config, train), _list_files(heldout_section, heldout))
+
+
+def _check_disjoint(config: DatasetConfig, train_files: Iterable[str], heldout_files: Iterable[str]) -> None:
+    """Raise ConfigError if training images and held-out images have a file in common.
+
+    Only the resolved paths are compared, so that copies of a file are not recognised.
+    """
+    all_heldout_files = set(heldout_files)
+    common = sorted(file for file in train_files if file in all_heldout_files)
     if common:
+        field = "files" if config.files else "path"
         raise ConfigError(
-            f"dataset.heldout: {config.heldout} and dataset.files both list {common[0]!r} ({len(common)} such files), "
-            "allowed: images that are not trained on"
+            f"dataset.heldout: got {config.heldout!r}, which shares {len(common)} files with dataset.{field}, such as "
+            f"{common[0]!r}; allowed: images that are not trained on"
         )
+
+
+def _list_files(config: DatasetConfig, source: Source) -> Iterator[str]:
+    """Yield the path of the file of each image in a folder or zip, in which links to folders are resolved.
+
+    The path of an image in a zip begins with the path of the zip.
+    """
+    root = os.path.realpath(str(config.path))
+    resolved_folders: dict[str, str] = {}  # resolving each file would take long on a network file system
+    for index in range(source.count):
+        folder, file = os.path.split(source.name(index))
+        if folder not in resolved_folders:
+            resolved_folders[folder] = os.path.realpath(os.path.join(root, folder))
+        yield os.path.join(resolved_folders[folder], file)
 
 
 def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> Source:
@@ -231,11 +265,13 @@ def _open_folder(config: DatasetConfig) -> Source:
     in the order of the list, and a class without a listed image is left out.
 
     Raises:
-        ConfigError: the folder does not exist or contains no image, or the list of files cannot be used.
+        MissingDataError: the folder or the list of files does not exist.
+        ConfigError: the folder contains no image, or the list of files cannot be used.
     """
     root = Path(str(config.path))
     if not root.is_dir():
-        raise ConfigError(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
+        error_type = ConfigError if root.exists() else MissingDataError
+        raise error_type(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
     files = glob.iglob("**/*", root_dir=root, recursive=True)
     names = sorted(name for name in files if name.lower().endswith(SUFFIXES) and not (root / name).is_dir())
     if not names:
@@ -264,7 +300,8 @@ def _open_zip(config: DatasetConfig) -> Source:
     names of the classes are the numbers from 0 to the largest label of these images.
 
     Raises:
-        ConfigError: the zip is missing or contains no image, or its labels or the list of files cannot be used.
+        MissingDataError: the zip or the list of files is missing.
+        ConfigError: the zip contains no image, or its labels or the list of files cannot be used.
     """
     archive = ZipArchive(config)
     names, class_numbers = select_listed_files(config, *archive.list_images())
@@ -293,7 +330,8 @@ def parquet_files(config: DatasetConfig) -> list[str]:
     The paths are sorted. Files that a path or a pattern selects may have any suffix; in a folder it is ``.parquet``.
 
     Raises:
-        ConfigError: there are no such files, or a pattern matches a folder.
+        MissingDataError: there is no such file or folder.
+        ConfigError: the folder contains no such file, or a pattern matches a folder.
     """
     path = str(config.path)
     if os.path.isdir(path):
@@ -302,9 +340,12 @@ def parquet_files(config: DatasetConfig) -> list[str]:
         files = sorted(glob.glob(path, recursive=True))
     else:
         files = [path]
-    if not files or not all(os.path.isfile(file) for file in files):
-        raise ConfigError(f"dataset.path: got {path!r}, allowed: parquet file(s) that exist, a glob or their folder")
-    return files
+    if files and all(os.path.isfile(file) for file in files):
+        return files
+    # `glob` also returns links whose target is missing
+    all_exist = all(os.path.exists(file) for file in files or [path])
+    error_type = ConfigError if all_exist else MissingDataError
+    raise error_type(f"dataset.path: got {path!r}, allowed: parquet file(s) that exist, a glob or their folder")
 
 
 def _open_parquet(config: DatasetConfig) -> Source:
@@ -320,7 +361,8 @@ def _open_parquet(config: DatasetConfig) -> Source:
 
     path = str(config.path)
     files = parquet_files(config)
-    first_rows = np.cumsum([0, *(_count_rows(file) for file in files)])  # first row of each file in the joined table
+    row_counts = [open_parquet(file).metadata.num_rows for file in files]
+    first_rows = np.cumsum([0, *row_counts])  # first row of each file in the joined table
     try:
         table = _load_dataset("parquet", data_files=files, split="train")
     except (DatasetGenerationError, OSError, ValueError) as error:
@@ -335,13 +377,13 @@ def _open_parquet(config: DatasetConfig) -> Source:
     return _open_table(table, config, name)
 
 
-def _count_rows(file: str) -> int:
-    """Return the number of rows in the metadata of a parquet file; raise ConfigError if the file is not parquet."""
+def open_parquet(file: str) -> Any:
+    """Return the `ParquetFile` of pyarrow for a file; raise ConfigError if the file is not parquet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return int(pq.ParquetFile(file).metadata.num_rows)
+        return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(f"dataset.path: {file!r} is not a parquet file ({' '.join(str(error).split())})") from None
 
@@ -509,11 +551,9 @@ def _read_labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, 
     if column is None:
         return None, None
     values = _read_column(table, column, "label_column")
+    check_labels(column, values)
     if all(isinstance(value, str) for value in values):
         return _number_classes(values)
-    invalid = [value for value in values if not isinstance(value, int) or value < 0]
-    if invalid:
-        raise ConfigError(f"dataset.label_column: {column!r} holds {invalid[0]!r}, allowed: integers from 0 or texts")
     class_names = getattr(table.features[column], "names", None)
     if class_names:
         classes = list(class_names)
@@ -522,6 +562,15 @@ def _read_labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, 
     if max(values) >= len(classes):
         raise ConfigError(f"dataset.label_column: {column!r} holds {max(values)}, allowed: below {len(classes)}")
     return np.array(values, dtype=np.int64), classes
+
+
+def check_labels(column: str, values: list[Any]) -> None:
+    """Raise ConfigError unless the values of a column of labels are all texts, or all integers from 0 or booleans."""
+    if all(isinstance(value, str) for value in values):
+        return
+    invalid = [value for value in values if not isinstance(value, int) or value < 0]
+    if invalid:
+        raise ConfigError(f"dataset.label_column: {column!r} holds {invalid[0]!r}, allowed: integers from 0 or texts")
 
 
 OPENERS = {

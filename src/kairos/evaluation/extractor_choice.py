@@ -6,7 +6,7 @@ No torch here: `kairos check` and every evaluation of the Snakefile import this 
 from collections.abc import Collection
 from pathlib import Path
 
-from kairos.data.settings import DatasetConfig
+from kairos.data.settings import DatasetConfig, report_as_heldout
 from kairos.data.source_statistics import ImageCounts, count_images
 from kairos.evaluation import external_reference, inception_weights
 from kairos.evaluation.settings import DinoOptions, EvaluationConfig, InceptionOptions, needs_of_real_images
@@ -37,7 +37,7 @@ def choose_extractor(
     Raises:
         ConfigError: the images are too few or lack labels that extractor or conditions need. The weights are missing
             and cannot be downloaded. A metric or the reference lacks something. The message has a line per problem.
-            If the number of images is not `dataset.images`, the message has this problem alone.
+            If images cannot be used, or their number is not `dataset.images`, the message has this problem alone.
     """
     counts = count_images(dataset)
     messages: list[str] = []
@@ -173,8 +173,13 @@ def _image_count_problems(evaluation: EvaluationConfig, dataset: DatasetConfig, 
 
 
 def _count_separate_heldout(dataset: DatasetConfig) -> int | None:
-    """Return the number of held-out images from another path, split or list; 0 without them, None if it is unknown."""
+    """Return the number of held-out images from another path, split or list; 0 without them, None if it is unknown.
+
+    Raises:
+        ConfigError: these images are present but cannot be used.
+    """
     if dataset.heldout_section is None:
         return 0
     # `dataset.limit` does not apply to these images
-    return count_images(dataset.heldout_section.model_copy(update={"limit": None})).count
+    with report_as_heldout():
+        return count_images(dataset.heldout_section.model_copy(update={"limit": None})).count

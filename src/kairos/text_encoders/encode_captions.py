@@ -15,7 +15,7 @@ from kairos.array_shapes import IntegerArray, RowArray
 from kairos.data.captions import Captions
 from kairos.data.dataset import PreparedDataset
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
-from kairos.files import sha256_file, sha256_json, sync_to_disk
+from kairos.files import lock_folder, sha256_file, sha256_json, sync_to_disk
 from kairos.fingerprint import fingerprint
 from kairos.progress import log
 from kairos.text_encoders.encoder import TextEncoder, load_encoder
@@ -44,8 +44,8 @@ def encode_captions(
         device: device of the text encoder.
 
     Raises:
-        KairosError: the data set has no captions, the encoder cannot be loaded, or a caption is too long and
-            `text_encoder.too_long` is ``refuse``.
+        KairosError: the data set has no captions, the encoder cannot be loaded, a caption is too long and
+            `text_encoder.too_long` is ``refuse``, or another process is writing the folder.
     """
     if dataset.captions is None:
         raise KairosError(f"{dataset.folder}: has no captions; set dataset.captions and make it again: kairos prepare")
@@ -68,37 +68,38 @@ def encode_captions(
         "torch": torch.__version__,
         "code": fingerprint([__name__]),
     }
-    partial = prepare_folder(out, ("states.npy", "empty.npy"))
+    with lock_folder(out):
+        partial = prepare_folder(out, ("states.npy", "empty.npy"))
 
-    def compute(indices: IntegerArray) -> dict[str, RowArray]:
-        return {"states": encoder(captions.texts(indices)).numpy().astype(dtype)}
+        def compute(indices: IntegerArray) -> dict[str, RowArray]:
+            return {"states": encoder(captions.texts(indices)).numpy().astype(dtype)}
 
-    files = fill_arrays(
-        partial,
-        identity,
-        arrays={"states": (shape, dtype)},
-        rows=range(len(captions)),
-        batch_size=config.batch_size,
-        compute=compute,
-        label="text",
-        unit="caption",
-    )
-    np.save(partial / "empty.npy", empty_states)
-    sync_to_disk(partial / "empty.npy")
-    files["empty.npy"] = sha256_file(partial / "empty.npy")
+        files = fill_arrays(
+            partial,
+            identity,
+            arrays={"states": (shape, dtype)},
+            rows=range(len(captions)),
+            batch_size=config.batch_size,
+            compute=compute,
+            label="text",
+            unit="caption",
+        )
+        np.save(partial / "empty.npy", empty_states)
+        sync_to_disk(partial / "empty.npy")
+        files["empty.npy"] = sha256_file(partial / "empty.npy")
 
-    # publish the files with the manifest
-    manifest = {
-        "count": len(captions),
-        "condition": {"kind": "text", "shape": list(shape), "null": config.dropped, "encoder": encoder.sha256},
-        "dtype": config.dtype,
-        "output": config.output,
-        "dataset_sha256": dataset.manifest["content_sha256"],
-        "files": files,
-    }
-    manifest["content_sha256"] = sha256_json(manifest)  # the fields above determine the training data
-    manifest |= {"length": encoder.length, "longest": longest, "truncated": truncated_count}
-    publish_arrays(out, manifest)
+        # publish the files with the manifest
+        manifest = {
+            "count": len(captions),
+            "condition": {"kind": "text", "shape": list(shape), "null": config.dropped, "encoder": encoder.sha256},
+            "dtype": config.dtype,
+            "output": config.output,
+            "dataset_sha256": dataset.manifest["content_sha256"],
+            "files": files,
+        }
+        manifest["content_sha256"] = sha256_json(manifest)  # the fields above determine the training data
+        manifest |= {"length": encoder.length, "longest": longest, "truncated": truncated_count}
+        publish_arrays(out, manifest)
     return manifest
 
 
