@@ -448,7 +448,7 @@ def lock_folder(folder: Path, path: Path | None = None) -> Iterator[None]:
     while True:
         file = open(path, "a")  # noqa: SIM115  (closed below, after the file is deleted)
         try:
-            if not try_lock(file, timeout=0, conflict="two processes writing this folder at once", to_move="results"):
+            if not try_lock(file, timeout=1.0, conflict="two processes writing this folder at once", to_move="results"):
                 raise KairosError(f"{folder}: another process is writing this folder; wait for its end")
             # the process that held the lock may have deleted the file after this one had opened it
             with suppress(FileNotFoundError):

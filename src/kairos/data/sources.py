@@ -297,7 +297,7 @@ def _open_zip(config: DatasetConfig) -> Source:
     """Open the images in a zip, which is not unpacked; their classes are the labels in its dataset.json, if it has any.
 
     Images are sorted by name. With `dataset.files`, only the listed images are used, in the order of the list. The
-    names of the classes are the numbers from 0 to the largest label of these images.
+    names of the classes are the labels of these images.
 
     Raises:
         MissingDataError: the zip or the list of files is missing.
@@ -307,8 +307,7 @@ def _open_zip(config: DatasetConfig) -> Source:
     names, class_numbers = select_listed_files(config, *archive.list_images())
     labels, classes = None, None
     if class_numbers:
-        labels = np.array(class_numbers, np.int64)
-        classes = [str(number) for number in range(max(class_numbers) + 1)]
+        labels, classes = _number_classes(class_numbers)
     return Source(
         count=len(names),
         read=lambda index: read_image(archive.read(names[index])),
@@ -318,10 +317,14 @@ def _open_zip(config: DatasetConfig) -> Source:
     )
 
 
-def _number_classes(names: list[str]) -> tuple[np.ndarray, list[str]]:
-    """Return the class number of each image, int64 (n,), and the sorted class names, from each image's class name."""
+def _number_classes(names: list[str] | list[int]) -> tuple[np.ndarray, list[str]]:
+    """Return the class number of each image, int64 (n,), and the sorted class names, from each image's class name.
+
+    A name that is a number becomes a text. Numbers that do not occur are no classes, of which a class-conditional model
+    would generate samples without having seen an image.
+    """
     classes, labels = np.unique(names, return_inverse=True)
-    return labels.astype(np.int64), classes.tolist()
+    return labels.astype(np.int64), [str(name) for name in classes.tolist()]
 
 
 def parquet_files(config: DatasetConfig) -> list[str]:
@@ -336,7 +339,7 @@ def parquet_files(config: DatasetConfig) -> list[str]:
     path = str(config.path)
     if os.path.isdir(path):
         files = sorted(str(file) for file in Path(path).rglob("*.parquet"))
-    elif glob.has_magic(path):
+    elif glob.has_magic(path) and not os.path.isfile(path):  # a name may contain characters of patterns
         files = sorted(glob.glob(path, recursive=True))
     else:
         files = [path]
@@ -541,7 +544,7 @@ def _read_labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, 
     """Return the class of each row, int64 (rows,), and the names of the classes; None, None without a label column.
 
     Classes that are texts are numbered in sorted order. Classes that are integers have the names that the table
-    declares, or else their numbers, from 0 to the largest one. A boolean is treated as 0 or 1.
+    declares, or else the numbers that occur. A boolean is treated as 0 or 1.
 
     Raises:
         ConfigError: the column does not exist, or contains a value that is not a class, such as null, or a number for
@@ -555,10 +558,9 @@ def _read_labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, 
     if all(isinstance(value, str) for value in values):
         return _number_classes(values)
     class_names = getattr(table.features[column], "names", None)
-    if class_names:
-        classes = list(class_names)
-    else:
-        classes = [str(number) for number in range(max(values) + 1)]
+    if not class_names:
+        return _number_classes([int(value) for value in values])
+    classes = list(class_names)
     if max(values) >= len(classes):
         raise ConfigError(f"dataset.label_column: {column!r} holds {max(values)}, allowed: below {len(classes)}")
     return np.array(values, dtype=np.int64), classes
