@@ -91,7 +91,7 @@ def train(
     optimizer = Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
     settings = {
         # the excluded fields do not change the steps
-        "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size", "dtype"}),
+        "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size", "dtype", "shards"}),
         "dataset": dataset.manifest["content_sha256"],
         "code": fingerprint([__name__]),
         "torch": torch.__version__,
