@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from kairos.autoencoders.codec import Codec, check_image_size, load_codec
-from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.autoencoders.codec import Codec, load_codec
+from kairos.autoencoders.settings import AutoencoderConfig, check_image_size
 from kairos.autoencoders.train_or_load import make_autoencoder, psnr
 from kairos.data.dataset import open_dataset
 from kairos.data.pixels import to_uint8

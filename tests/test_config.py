@@ -131,11 +131,25 @@ def test_method_names_that_are_no_folder_names_are_rejected(name):
         ("diffusion.losses", ["mse", "mse"], r"diffusion.losses: got mse, mse, allowed: each once"),
         ("evaluation", {"metrics": ["fid"], "extractor": "classifier"}, r"^x.yaml: evaluation.metrics: fid needs"),
         ("seeds", [1, 1], r"seeds: got \[1, 1\], allowed: distinct"),
+        ("autoencoder.channels", [0, 32], r"autoencoder.channels.0: got 0, allowed: .* 1"),
+        ("autoencoder.channels", [32, -4], r"autoencoder.channels.1: got -4, allowed: .* 1"),
+        (
+            "autoencoder",
+            {"kind": "train", "channels": [8] * 5},
+            r"images are 8×8.* 16 instead of 8",
+        ),
     ],
 )
 def test_a_bad_setting_is_rejected_with_its_field_and_value(path, value, message):
     with pytest.raises(ConfigError, match=message):
         validate(changed(path, value), "x.yaml")
+
+
+def test_a_resolution_that_a_trained_autoencoder_cannot_halve_is_rejected():
+    values = {"experiment": "x", "methods": {"a": {}}, "autoencoder": {"kind": "train", "channels": [8, 8, 8]}}
+    with pytest.raises(ConfigError, match=r"dataset.resolution: images are 30×30.*28 or 32 instead of 30"):
+        validate({**values, "dataset": {"resolution": 30}})
+    assert validate({**values, "dataset": {"resolution": 32}}).x0_size == (4, 8)
 
 
 def test_a_size_that_yaml_reads_as_a_number_becomes_text():
