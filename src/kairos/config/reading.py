@@ -79,7 +79,8 @@ def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
     `extending` are files that extend this one, to detect cycles.
 
     Raises:
-        ConfigError: a file is missing, is not YAML in UTF-8, contains a key twice, or has an invalid ``extends``.
+        ConfigError: a file is missing, is not YAML in UTF-8, contains a key twice or a value that cannot be read, or
+            has an invalid ``extends``.
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
