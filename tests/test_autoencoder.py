@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from kairos.autoencoders.codec import Codec, check_image_size, load_codec
-from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.autoencoders.codec import Codec, load_codec
+from kairos.autoencoders.settings import AutoencoderConfig, check_image_size
 from kairos.autoencoders.train_or_load import make_autoencoder, psnr
 from kairos.data.dataset import open_dataset
 from kairos.data.pixels import to_uint8
@@ -151,6 +151,9 @@ def test_checkpoints_of_other_settings_and_damaged_ones_are_not_used(digits, tmp
     state = tmp_path / "state.pt"
     training.train(settings(steps=2), digits, state, CPU)
     capsys.readouterr()
+    # fields that only stage encode uses
+    training.train(settings(steps=2, shards=8, encode_batch_size=2, dtype="float16"), digits, state, CPU)
+    assert "resumes after step 2" in capsys.readouterr().err
     training.train(settings(steps=2, seed=3), digits, state, CPU)
     assert "resumes" not in capsys.readouterr().err
     load, keywords = torch.load, {}

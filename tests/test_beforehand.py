@@ -10,6 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from kairos.cli import main
+from kairos.config import validate
 from kairos.costs.network import NetworkCost
 from kairos.costs.preflight import _check_memory
 from kairos.costs.storage import estimate_memory
@@ -32,7 +33,9 @@ def check(tmp_path, capsys, monkeypatch):
     """Function that runs a kairos command on a changed experiment and returns its exit status and its output."""
     monkeypatch.chdir(tmp_path)
 
-    def call(command: str, *arguments: str, sizes=((16, 16),), training=None, **dataset) -> tuple[int, str]:
+    def call(
+        command: str, *arguments: str, sizes=((16, 16),), training=None, changes=None, **dataset
+    ) -> tuple[int, str]:
         images = tmp_path / f"images{len(sizes)}{sizes[0][0]}"
         if not images.exists():
             write_digits(images, [*sizes])
@@ -40,6 +43,8 @@ def check(tmp_path, capsys, monkeypatch):
         values |= {"model": {"name": "dit", "patch": 2, "width": 32, "depth": 1, "heads": 2, "conditions": ["class"]}}
         values |= {"training": {"milestones": [1000], "batch_size": 16, **(training or {})}, "methods": {"a": {}}}
         values["evaluation"] = {"extractor": {"name": "classifier", "features": 8}}
+        for section, fields in (changes or {}).items():
+            values[section] = {**values.get(section, {}), **fields}
         (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
         status = main([command, "x.yaml", *arguments])
         printed = capsys.readouterr()
@@ -61,6 +66,43 @@ def test_check_rejects_images_whose_sizes_do_not_fit_the_resolution(check):
     status, output = check("check", sizes=sizes, resolution=32, crop="pad")
     assert status == 2 and "dataset.resolution: got 32 with crop pad, allowed: 64, the longest side, or more" in output
     assert "3 sizes; padded" in check("check", sizes=sizes, resolution=64, crop="pad")[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "resolution", "message"),
+    [
+        ({"model": {"patch": 5}}, [(16, 16)], None, "model.patch: got 5, allowed: a divisor of the input's side, 16"),
+        ({"model": {"patch": 5}}, [(16, 20)], None, "model.patch: got 5, allowed: a divisor of the input's side, 16"),
+        ({"autoencoder": {"kind": "train", "channels": [8, 8, 8]}}, [(18, 18)], None, "images are 18×18"),
+        ({"autoencoder": {"kind": "pretrained", "path": "vae"}}, [(16, 16)], 18, "images are 18×18"),
+        ({"autoencoder": {"kind": "pretrained", "path": "vae"}}, [(18, 18)], None, "images are 18×18"),
+        # latents of side 5
+        ({"autoencoder": {"kind": "pretrained", "path": "vae"}}, [(16, 16)], 20, "model.patch: got 2, allowed: a div"),
+        ({"autoencoder": {"kind": "pretrained", "path": "absent"}}, [(16, 16)], 18, None),
+        ({"model": {"conditions": ["low_resolution"]}, "dataset": {"low_resolution": 3}}, [(16, 16)], None,
+         "dataset.low_resolution: got 3, allowed: a divisor of the images' side, 16"),
+        ({"dataset": {"train_images": 8}}, [(16, 16)], 16, "dataset.train_images: got 8, allowed: 9 (or null)"),
+        ({"dataset": {"train_images": 9}}, [(16, 16)], 16, None),
+        ({"dataset": {"train_images": 8, "broken": "skip"}}, [(16, 16)], 16, None),
+        ({"dataset": {"train_images": 10, "broken": "skip"}}, [(16, 16)], 16, "got 10, allowed: at most 9"),
+    ],
+)  # fmt: skip
+def test_check_rejects_settings_that_do_not_fit_the_images(check, tmp_path, changes, sizes, resolution, message):
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae/config.json").write_text('{"block_out_channels": [8, 8, 8], "latent_channels": 4}')
+    status, output = check("check", sizes=sizes, resolution=resolution, changes=changes)
+    if message is None:
+        assert status == 0, output
+    else:
+        assert status == 2 and message in output
+
+
+def test_check_counts_the_training_images_of_digits():
+    values = {"experiment": "x", "dataset": {"train_images": 100}, "methods": {"a": {}}}
+    with pytest.raises(ConfigError, match=r"dataset.train_images: got 100, allowed: 1617 "):
+        validate(values).resolve()
+    values["dataset"]["train_images"] = 1617
+    validate(values).resolve()
 
 
 def test_check_reports_unreadable_images_by_name(check, tmp_path):

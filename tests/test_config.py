@@ -86,6 +86,7 @@ def test_method_names_that_are_no_folder_names_are_rejected(name):
             r"methods.new.sampler: .*unknown sampler 'speedy'; did you mean 'speed'\?",
         ),
         ("methods.new", {"weighting": {"name": "min_snr", "gamma": 0}}, r"gamma: got 0, allowed: number > 0"),
+        ("methods.new", {"sampler": {"name": "speed", 1: 2}}, r"methods.new.sampler: .*unknown option 1"),
         (
             "methods.speed.sampler",
             {"name": "speed", "tau": 1000},
@@ -130,11 +131,25 @@ def test_method_names_that_are_no_folder_names_are_rejected(name):
         ("diffusion.losses", ["mse", "mse"], r"diffusion.losses: got mse, mse, allowed: each once"),
         ("evaluation", {"metrics": ["fid"], "extractor": "classifier"}, r"^x.yaml: evaluation.metrics: fid needs"),
         ("seeds", [1, 1], r"seeds: got \[1, 1\], allowed: distinct"),
+        ("autoencoder.channels", [0, 32], r"autoencoder.channels.0: got 0, allowed: .* 1"),
+        ("autoencoder.channels", [32, -4], r"autoencoder.channels.1: got -4, allowed: .* 1"),
+        (
+            "autoencoder",
+            {"kind": "train", "channels": [8] * 5},
+            r"images are 8×8.* 16 instead of 8",
+        ),
     ],
 )
 def test_a_bad_setting_is_rejected_with_its_field_and_value(path, value, message):
     with pytest.raises(ConfigError, match=message):
         validate(changed(path, value), "x.yaml")
+
+
+def test_a_resolution_that_a_trained_autoencoder_cannot_halve_is_rejected():
+    values = {"experiment": "x", "methods": {"a": {}}, "autoencoder": {"kind": "train", "channels": [8, 8, 8]}}
+    with pytest.raises(ConfigError, match=r"dataset.resolution: images are 30×30.*28 or 32 instead of 30"):
+        validate({**values, "dataset": {"resolution": 30}})
+    assert validate({**values, "dataset": {"resolution": 32}}).x0_size == (4, 8)
 
 
 def test_a_size_that_yaml_reads_as_a_number_becomes_text():
@@ -223,6 +238,24 @@ def test_several_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError, match="2 fields cannot be used") as error:
         validate(values)
     assert "training.batch_size" in str(error.value) and "seeds" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "column"),
+    [
+        ("experiment: 2024-13-01", 13),
+        ("training: {batch_size: 0b_}", 24),
+        (f"seeds: [{'1' * 5000}]", 9),
+        (f"seeds: [0x{'f' * 5000}]", 9),  # python reads this number, but cannot write it in decimal
+        ("seeds: [!!bool maybe]", 9),
+    ],
+)
+def test_values_that_yaml_cannot_convert_are_rejected_with_their_position(line, column, tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text(f"# comment\n{line}\n")
+    with pytest.raises(ConfigError, match=f"^{file}: .*line 2, column {column}: ") as caught:
+        load(file)
+    assert len(str(caught.value)) < 300
 
 
 def test_missing_and_malformed_files_are_rejected(tmp_path):

@@ -1,5 +1,6 @@
 """kairos new writes an experiment file for an unknown folder of images and estimates its time."""
 
+import os
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from kairos.cli import main
-from kairos.config import load
+from kairos.config import load, validate
 from kairos.costs import new_experiment
 from test_beforehand import write_digits
 from test_schema import SCHEMA
@@ -67,6 +68,46 @@ def test_few_colour_images_without_classes_get_a_selfsupervised_extractor(write_
     assert values["dataset"]["resolution"] == 8 and values["autoencoder"] == {"kind": "none"}
     assert values["dataset"]["color"] == "rgb" and values["model"]["conditions"] == []
     assert values["evaluation"]["extractor"]["name"] == "selfsupervised" and "without labels" in text
+
+
+@pytest.mark.parametrize("name", ["2026-11-03", "2026-13-40", "2024", "on", "null"])
+def test_names_that_yaml_would_convert_and_folders_of_any_characters_are_quoted(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(new_experiment, "_find_steps", lambda experiment, facts: (500, 60.0))
+    images = write_digits(tmp_path / '📷 \x85\n"é', [(8, 8)] * 4)
+    assert main(["new", f"{name}.yaml", "--data", str(images)]) == 0
+    experiment = load(f"{name}.yaml")
+    assert experiment.experiment == name and experiment.dataset.path == str(images)
+
+
+@pytest.mark.parametrize(
+    ("data", "folder", "option"), [(b"images\xff", "", "--data"), (b"images", "with\nbreak", "FILE")]
+)
+def test_paths_that_no_experiment_file_can_contain_are_rejected_before_images_are_read(
+    data, folder, option, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / folder).mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / folder)
+    monkeypatch.setattr(new_experiment, "inspect_images", None)
+    images = write_digits(tmp_path / os.fsdecode(data), [(8, 8)] * 4)
+    assert main(["new", str(tmp_path / "mine.yaml"), "--data", str(images)]) == 2
+    assert f"{option}: got '" in capsys.readouterr().err
+
+
+def test_the_short_run_accepts_a_class_of_few_images(tmp_path, monkeypatch):
+    facts_of = []
+    monkeypatch.setattr(new_experiment, "_find_steps", lambda experiment, facts: facts_of.append(facts) or (500, 60.0))
+    monkeypatch.setitem(new_experiment._SHORT_RUN, "images", 40)
+    monkeypatch.chdir(tmp_path)
+    images = write_digits(tmp_path / "x", [(8, 8)] * 9)
+    for file in sorted((images / "b").iterdir())[5:]:  # 45 images of class a, 5 of class b
+        file.unlink()
+    assert main(["new", "mine.yaml", "--data", str(images)]) == 0
+    experiment = load("mine.yaml")
+    assert experiment.evaluation.extractor.name == "classifier"
+    short_form, factors = new_experiment._shorten(experiment, *facts_of)
+    assert factors["prepare"] == 50 / 40
+    validate(short_form).resolve()
 
 
 @pytest.mark.long

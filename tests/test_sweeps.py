@@ -76,6 +76,13 @@ def test_an_invalid_grid_is_rejected_in_one_line(grid, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", [1, None])
+def test_a_name_that_is_not_a_text_is_rejected(name):
+    methods = {name: {"sampler": "speed", "grid": {"sampler.k": [1, 2]}}}
+    with pytest.raises(ConfigError, match=rf"methods\.{name}\S*: got {name}, allowed: a valid string"):
+        validate({"experiment": "x", "methods": methods})
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A copy whose params.yaml has a sweep."""

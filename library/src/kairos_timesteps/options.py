@@ -140,9 +140,9 @@ def allowed_names_hint(key: str, allowed: Collection[str]) -> str:
     return f"{suggestion(key, allowed)} Allowed: {', '.join(sorted(allowed)) or 'no options'}"
 
 
-def unknown_key(key: str, allowed: Collection[str], where: str) -> ConfigError:
-    """Return the error for a key that does not exist."""
-    return ConfigError(f"{where}: unknown option {key!r}{allowed_names_hint(key, allowed)}")
+def unknown_key(key: Any, allowed: Collection[str], where: str) -> ConfigError:
+    """Return the error for a key that does not exist; in YAML, keys may be numbers."""
+    return ConfigError(f"{where}: unknown option {key!r}{allowed_names_hint(str(key), allowed)}")
 
 
 def parse(component: type[Component], values: Mapping[str, Any], where: str = "") -> SimpleNamespace:

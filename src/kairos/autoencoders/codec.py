@@ -1,6 +1,5 @@
 """Codecs: one interface to encode images and decode latents, for every kind of autoencoder."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,30 +167,3 @@ def downsampling(model: Any) -> int:
     # AutoencoderTiny has no such option but one for the encoder and one for the decoder
     level_channels = model.config.get("block_out_channels") or model.config.encoder_block_out_channels
     return int(2 ** (len(level_channels) - 1))  # every level except the last halves the sides
-
-
-def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str) -> None:
-    """Check that height and width of the images are multiples of the autoencoder's downsampling factor.
-
-    Args:
-        shape: channels, height and width of the images.
-        factor: downsampling factor.
-        autoencoder: name of the autoencoder in the error message.
-
-    Raises:
-        ConfigError: a side is not a multiple; the message contains the nearest multiples below and above it.
-    """
-    _, height, width = shape
-    proposals = []
-    for side in sorted({height, width}):
-        if side % factor:
-            size_below = max(factor, math.floor(side / factor) * factor)
-            size_above = math.ceil(side / factor) * factor
-            nearest_sizes = sorted({size_below, size_above})  # one if the side is smaller than the factor
-            sizes_text = " or ".join(str(size) for size in nearest_sizes)
-            proposals.append(f"{sizes_text} instead of {side}")
-    if proposals:
-        raise ConfigError(
-            f"dataset.resolution: images are {height}×{width}, but {autoencoder} needs sides that are multiples of "
-            f"{factor}; allowed: {', '.join(proposals)}, for example"
-        )

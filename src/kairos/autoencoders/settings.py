@@ -1,11 +1,12 @@
-"""Section `autoencoder` of an experiment file."""
+"""Section `autoencoder` of an experiment file, and the sizes of images that an autoencoder accepts."""
 
-from typing import Any, Literal
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from kairos.section import Section, field
-from kairos_timesteps.errors import demand
+from kairos_timesteps.errors import ConfigError, demand
 
 
 class AutoencoderConfig(Section):
@@ -22,7 +23,9 @@ class AutoencoderConfig(Section):
         gt=0,
     )
     latent_channels: int = field(4, "train: channels of the latents", ge=1, le=64)
-    channels: list[int] = field([32, 64], "train: width per level; each further level halves", min_length=1)
+    channels: list[Annotated[int, Field(ge=1)]] = field(
+        [32, 64], "train: width per level; each further level halves", min_length=1
+    )
     layers: int = field(1, "train: residual blocks per level", ge=1, le=4)
     steps: int = field(1000, "train: optimizer steps", ge=1)
     batch_size: int = field(64, "train: images per step", ge=1)
@@ -50,6 +53,20 @@ class AutoencoderConfig(Section):
                 self.dtype == "float32", "autoencoder.dtype", self.dtype, "float32 with kind none (pixels are uint8)"
             )
 
+    @property
+    def factor(self) -> int:
+        """Factor by which an autoencoder of kind ``train`` reduces the sides: each level but the first halves them."""
+        return int(2 ** (len(self.channels) - 1))
+
+    def check_trainable_on(self, shape: tuple[int, int, int]) -> None:
+        """Check that an autoencoder of kind ``train`` accepts images of `shape` (channels, height, width).
+
+        Raises:
+            ConfigError: the sides of the images cannot be halved at every level except the last.
+        """
+        levels = len(self.channels)
+        check_image_size(shape, self.factor, f"an autoencoder with {levels} levels (autoencoder.channels)")
+
     @model_serializer(mode="wrap")
     def _omit_default_dtype(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return the values of the fields as plain data, without `dtype` if it is float32.
@@ -60,3 +77,30 @@ class AutoencoderConfig(Section):
         if self.dtype == "float32":
             values.pop("dtype", None)  # absent if a caller excludes it
         return values
+
+
+def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str) -> None:
+    """Check that height and width of the images are multiples of the autoencoder's downsampling factor.
+
+    Args:
+        shape: channels, height and width of the images.
+        factor: downsampling factor.
+        autoencoder: name of the autoencoder in the error message.
+
+    Raises:
+        ConfigError: a side is not a multiple; the message contains the nearest multiples below and above it.
+    """
+    _, height, width = shape
+    proposals = []
+    for side in sorted({height, width}):
+        if side % factor:
+            size_below = max(factor, math.floor(side / factor) * factor)
+            size_above = math.ceil(side / factor) * factor
+            nearest_sizes = sorted({size_below, size_above})  # one if the side is smaller than the factor
+            sizes_text = " or ".join(str(size) for size in nearest_sizes)
+            proposals.append(f"{sizes_text} instead of {side}")
+    if proposals:
+        raise ConfigError(
+            f"dataset.resolution: images are {height}×{width}, but {autoencoder} needs sides that are multiples of "
+            f"{factor}; allowed: {', '.join(proposals)}, for example"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kairos.autoencoders.codec import check_image_size, downsampling
+from kairos.autoencoders.codec import downsampling
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.files import atomic, sha256_json
@@ -40,8 +40,8 @@ def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> Autoe
     Raises:
         ConfigError: the sides of the images cannot be halved at every level except the last.
     """
+    config.check_trainable_on(shape)
     levels = len(config.channels)
-    check_image_size(shape, 2 ** (levels - 1), f"an autoencoder with {levels} levels (autoencoder.channels)")
     # The number of groups of the normalisation must divide the channels of every level. Select the largest
     # such number up to a quarter of the channels' common divisor, or else 1.
     common_divisor = math.gcd(*config.channels)
@@ -91,7 +91,7 @@ def train(
     optimizer = Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
     settings = {
         # the excluded fields do not change the steps
-        "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size", "dtype"}),
+        "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size", "dtype", "shards"}),
         "dataset": dataset.manifest["content_sha256"],
         "code": fingerprint([__name__]),
         "torch": torch.__version__,

@@ -12,8 +12,8 @@ import torch
 
 from kairos import resource_usage
 from kairos.array_shapes import ImageArray
-from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_image_size, downsampling, load_model, make_codec
-from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.autoencoders.codec import FILES, AutoencoderCodec, downsampling, load_model, make_codec
+from kairos.autoencoders.settings import AutoencoderConfig, check_image_size
 from kairos.data.dataset import PreparedDataset
 from kairos.data.image_grid import write_image_grid
 from kairos.files import sha256_file, sha256_json, write_json, write_text, write_weights

@@ -121,17 +121,31 @@ def _check_low_resolution(experiment: "Experiment") -> None:
 
 
 def _check_shapes(experiment: "Experiment") -> None:
+    """Check the sizes of the images and of the network's input, as far as the experiment file determines them.
+
+    Raises:
+        ConfigError: a trained autoencoder cannot halve the images' sides at each level; or see `check_input`.
+    """
+    dataset, autoencoder = experiment.dataset, experiment.autoencoder
+    if dataset.side is not None and autoencoder.kind == "train":
+        autoencoder.check_trainable_on((dataset.channels, dataset.side, dataset.side))
+    if experiment.x0_size is not None:  # otherwise known once the data are prepared
+        check_input(experiment, *experiment.x0_size)
+
+
+def check_input(experiment: "Experiment", channels: int, side: int) -> None:
     """Check that patches divide the side of the network's input, and that the guided channels exist.
 
-    A model without patches passes the first check, and guidance of all channels (null) the second. Nothing is checked
-    if the experiment file does not determine the shape of the input.
+    A model without patches passes the first check, and guidance of all channels (null) the second.
+
+    Args:
+        experiment: the experiment.
+        channels: channels of the network's input.
+        side: side of the network's input.
 
     Raises:
         ConfigError: the patch size does not divide the side, or more channels are guided than the input has.
     """
-    if experiment.x0_size is None:  # known once the data are prepared
-        return
-    channels, side = experiment.x0_size
     patch = getattr(experiment.model, "patch", None)
     if patch:
         demand(side % patch == 0, "model.patch", patch, f"a divisor of the input's side, {side}")

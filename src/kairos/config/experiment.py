@@ -212,20 +212,14 @@ class Experiment(Section):
         """Channels and side of the network's input; None if the file does not determine them.
 
         The file does not determine them for a pretrained autoencoder, or for images without a resolution; digits have
-        side 8 by default. None also if a trained autoencoder cannot halve the side at each level.
+        side 8 by default. `check_consistency` ensures that a trained autoencoder can halve the side at each level.
         """
         dataset, autoencoder = self.dataset, self.autoencoder
-        native_side = 8 if dataset.source == "digits" else None  # other images are not read here
-        image_side = dataset.resolution or native_side
-        if not image_side or autoencoder.kind == "pretrained":
+        if dataset.side is None or autoencoder.kind == "pretrained":
             return None
         if autoencoder.kind == "none":
-            image_channels = 1 if dataset.color == "grey" else 3
-            return image_channels, image_side
-        factor = 2 ** (len(autoencoder.channels) - 1)  # each level but the first halves the side
-        if image_side % factor != 0:
-            return None
-        return autoencoder.latent_channels, image_side // factor
+            return dataset.channels, dataset.side
+        return autoencoder.latent_channels, dataset.side // autoencoder.factor
 
     @property
     def milestones(self) -> tuple[int, ...]:

@@ -20,7 +20,29 @@ _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader 
 
 
 class _Loader(_SafeLoader):
-    """Loader of safe YAML that rejects a key that occurs twice, where YAML would silently keep the last value."""
+    """Loader of safe YAML that also rejects repeated keys, and reports the position of values that cannot be read.
+
+    PyYAML would silently keep the last value of a repeated key.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return the value of a YAML node.
+
+        Raises:
+            ConstructorError: the value does not fit its type, such as date 2024-13-01, or is a number of thousands of
+                digits; the message contains the position of the value.
+        """
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int):
+                str(value)  # fails for thousands of digits, which later messages and files could not contain either
+            return value
+        except (ValueError, LookupError, AttributeError, OverflowError):  # not wrapped by PyYAML
+            text = str(node.value)
+            shown_text = text if len(text) <= 40 else text[:37] + "..."
+            value_type = node.tag.rpartition(":")[2]
+            problem = f"got {shown_text!r}, which cannot be read as {value_type}; quote it if it is a text"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping of a YAML node as a dictionary.
@@ -57,7 +79,8 @@ def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
     `extending` are files that extend this one, to detect cycles.
 
     Raises:
-        ConfigError: a file is missing, is not YAML in UTF-8, contains a key twice, or has an invalid ``extends``.
+        ConfigError: a file is missing, is not YAML in UTF-8, contains a key twice or a value that cannot be read, or
+            has an invalid ``extends``.
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)

@@ -29,7 +29,7 @@ def expand_grids(methods: dict[Any, Any]) -> dict[Any, Any]:
     """Return the methods of an experiment file with each method that has a grid replaced by the methods of its grid.
 
     The order is kept, and a method without a grid is not changed. Other errors in the methods, such as a method that is
-    not a mapping, are left to the checks that follow.
+    not a mapping or a name that is not a text, are left to the checks that follow.
 
     Raises:
         ConfigError: a grid is malformed, or contains an unknown option or a value twice; two methods have equal names;
@@ -37,7 +37,7 @@ def expand_grids(methods: dict[Any, Any]) -> dict[Any, Any]:
     """
     grids = {}  # grid by name of the method
     for name, method in methods.items():
-        if isinstance(method, dict) and "grid" in method:
+        if isinstance(name, str) and isinstance(method, dict) and "grid" in method:
             grid = method["grid"]
             demand(_is_valid_grid(grid), f"methods.{name}.grid", repr(grid), _GRID_FORM)
             grids[name] = grid

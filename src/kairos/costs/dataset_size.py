@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.autoencoders.settings import AutoencoderConfig, check_image_size
 from kairos.config import Experiment
 from kairos.config.published_results import KnownConfig
 from kairos.data.settings import DatasetConfig
@@ -77,7 +77,8 @@ def find_dataset_size(
 
     Raises:
         ConfigError: the shape of x0, the shape of a text or the number of classes is not known; the message reports the
-            option that sets it. It is also raised if images cannot be used, or their number is not `dataset.images`.
+            option that sets it. It is also raised if images cannot be used, if their number is not `dataset.images`, or
+            if the autoencoder does not accept images of this size.
     """
     # shapes and numbers of images
     assumed = experiment.known or KnownConfig()  # facts in the experiment file, used if the data are not at hand
@@ -130,14 +131,14 @@ def _find_x0_shape(
     number.
 
     Raises:
-        ConfigError: the shape is not known.
+        ConfigError: the shape is not known, or the autoencoder does not accept images of `image_shape`.
     """
     autoencoder = experiment.autoencoder
     latents_record = _read_manifest(results / "latents")
     if autoencoder.kind == "none":  # pixel space
         configured_shape, arrays = image_shape, 0
     else:
-        configured_shape, arrays = _latent_shape(autoencoder, image_shape)
+        configured_shape, arrays = latent_shape(autoencoder, image_shape)
         if experiment.dataset.low_resolution is not None:
             arrays += 1  # the latents of the image of low resolution
         if experiment.dataset.flips:
@@ -173,8 +174,10 @@ def _find_image_counts(
     if dataset_record:
         shape = (dataset_record["channels"], dataset_record["height"], dataset_record["width"])
         return shape, dataset_record["count"], dataset_record["train_count"], "prepared"
-    count, train_count, origin = _count_unprepared_images(experiment.dataset)
-    return _image_shape(experiment.dataset), count, train_count, origin
+    dataset = experiment.dataset
+    count, train_count, origin = _count_unprepared_images(dataset)
+    image_shape = None if dataset.side is None else (dataset.channels, dataset.side, dataset.side)
+    return image_shape, count, train_count, origin
 
 
 def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | None, str]:
@@ -207,26 +210,16 @@ def _count_unprepared_images(dataset: DatasetConfig) -> tuple[int | None, int | 
     return None if has_separate_heldout else counts.count, counts.train, origin
 
 
-def _image_shape(dataset: DatasetConfig) -> Shape | None:
-    """Return channels, height and width of a prepared image; None if the experiment file does not set a resolution.
-
-    Digits have 8×8 pixels by default. An image has 1 channel if `dataset.color` is grey, otherwise 3.
-    """
-    side = dataset.resolution
-    if side is None and dataset.source == "digits":
-        side = 8  # pixels of scikit-learn's digits
-    if side is None:
-        return None
-    channels = 1 if dataset.color == "grey" else 3
-    return channels, side, side
-
-
-def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple[Shape | None, int]:
+def latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple[Shape | None, int]:
     """Return the shape of an image's latents, None if not known, and the number of arrays that store the latents.
 
     An autoencoder stores two arrays, mean and log-variance; AutoencoderTiny and VQModel store one. The shape of a
     pretrained autoencoder follows from its config.json, see `read_network_config`. It is not known without this file,
     and the number of arrays is then 2. The caller ensures that the autoencoder is not of kind none.
+
+    Raises:
+        ConfigError: the autoencoder does not accept images of this size.
+        DamagedError: config.json does not contain an object in JSON.
     """
     level_channels: Sequence[int] | None = config.channels
     latent_channels = config.latent_channels
@@ -240,6 +233,10 @@ def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple
     if not image_shape or not level_channels:
         return None, arrays
     factor = 2 ** (len(level_channels) - 1)  # each level but the first halves the sides
+    if config.kind == "pretrained":
+        check_image_size(image_shape, factor, f"the autoencoder {config.path}")
+    else:
+        config.check_trainable_on(image_shape)
     _, height, width = image_shape
     return (latent_channels, height // factor, width // factor), arrays
 

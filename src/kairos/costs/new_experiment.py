@@ -35,6 +35,9 @@ _FEWEST_STEPS, _MOST_STEPS = 500, 200_000
 _TOLERANCE = 1.1  # the user is warned if the experiment takes this many times the wanted minutes
 # lengths of the run that is timed: steps of each method, images, steps of the autoencoder and of the extractor
 _SHORT_RUN = {"steps": 120, "images": 2000, "autoencoder": 100, "extractor": 60}
+_NOT_UTF8 = re.compile("[\ud800-\udfff]")  # surrogates, by which Python represents bytes of a path that are not UTF-8
+# line ends, and characters that YAML rejects
+_NOT_IN_COMMENT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 _STAGES_PER_RUN = ("sample", "evaluate")  # stages with a job for each training run
 
 
@@ -125,10 +128,13 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
         schema: path of the schema of experiment files, from the folder of the experiment file.
 
     Raises:
-        ConfigError: there is no such folder, or it contains too few images.
+        ConfigError: there is no such folder, it contains too few images, or an experiment file cannot contain a path.
         KairosError: images cannot be read; the message reports them.
     """
     demand(folder.is_dir(), "--data", repr(str(folder)), "a folder that exists")
+    absolute = str(folder.resolve())  # the short run has this path
+    demand(not _NOT_UTF8.search(absolute), "--data", repr(absolute), "a path in UTF-8")
+    demand(not _NOT_IN_COMMENT.search(schema), "FILE", repr(schema), "a path to the schema without control characters")
     log(f"kairos new: reading the images of {folder}")
     dataset = DatasetConfig(source="folder", path=str(folder), heldout=0.0)
     images, counts = inspect_images(dataset, decode=True), count_images(dataset)
@@ -173,7 +179,12 @@ def render_experiment(facts: Facts, steps: int, seconds: float) -> str:
     """
     file = Path(__file__).with_suffix(".yaml.jinja")
     values = {"facts": facts, "steps": steps, "seconds": seconds, "enough_images": ENOUGH_IMAGES}
-    return load_template(file, duration=duration).render(values)
+    return load_template(file, duration=duration, quote=_quote).render(values)
+
+
+def _quote(text: str) -> str:
+    """Return a text in double quotes as YAML, on one line; without quotes, name ``2024`` would be a number."""
+    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
 
 
 def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
@@ -232,14 +243,17 @@ def _mean_step_seconds(results: Path) -> float:
 def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict[str, float]]:
     """Return a short form of an experiment as plain values, and the factor by which each stage is shortened.
 
-    The short form has fewer images, and fewer steps of autoencoder, extractor and methods. Training has two snapshots,
-    step 0 and its end, and is not among the factors. MLflow's database is in the working directory of the run.
+    The short form has fewer images, and fewer steps of autoencoder, extractor and methods. Its extractor is always
+    ``selfsupervised``, which takes about the time of ``classifier`` and needs no images of each class. Training has two
+    snapshots, step 0 and its end, and is not among the factors. MLflow's database is in the working directory of the
+    run.
     """
     plain = experiment.plain()
     factors = {}  # length of a stage over its length in the short form
 
     # fewer steps of the networks that are trained before the methods
     autoencoder, extractor = plain["autoencoder"], plain["evaluation"]["extractor"]
+    extractor["name"] = "selfsupervised"  # the network of `classifier`; fewer images may lack some of a small class
     for stage, settings in (("autoencoder", autoencoder), ("extractor", extractor)):
         short_steps = min(_SHORT_RUN[stage], settings["steps"])
         factors[stage] = settings["steps"] / short_steps

@@ -10,7 +10,9 @@ import yaml
 
 from kairos import devices
 from kairos.config import Experiment
-from kairos.data.settings import DatasetConfig, MissingDataError
+from kairos.config.consistency import check_input
+from kairos.costs.dataset_size import Shape, latent_shape
+from kairos.data.settings import MissingDataError
 from kairos.data.source_statistics import inspect_images
 from kairos.status.cluster_checks import profile_file
 from kairos.workflow.rules import gpus_per_job, training_resources
@@ -39,10 +41,12 @@ def find_warnings(
 
     Raises:
         ConfigError: the experiment is certain to fail; the message reports field, value and allowed values.
-        KairosError: a file of the profile cannot be read.
+        KairosError: a file of the profile, or config.json of a pretrained autoencoder, cannot be read.
     """
+    if experiment.dataset.side is not None:
+        _check_shapes(experiment, experiment.dataset.side)
     if experiment.dataset.source == "folder":
-        yield from _check_images(experiment.dataset)
+        yield from _check_images(experiment)
     if experiment.dataset.heldout_section is not None:
         from kairos.data.sources import check_heldout
 
@@ -99,21 +103,44 @@ def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
     demand(needed_gib <= available_gib, "training.batch_size", value, advice)
 
 
-def _check_images(dataset: DatasetConfig) -> Iterator[str]:
-    """Check that stage prepare accepts the images, and yield a note if sizes differ or images are not square.
+def _check_shapes(experiment: Experiment, image_side: int) -> None:
+    """Check that autoencoder, model and section `dataset` accept square images of a side.
+
+    Unlike the checks of the experiment file alone, this function reads config.json of a pretrained autoencoder, if it
+    is on this machine, and `image_side` may come from the images.
+
+    Raises:
+        ConfigError: an option does not fit the side.
+        DamagedError: config.json does not contain an object in JSON.
+    """
+    dataset, autoencoder = experiment.dataset, experiment.autoencoder
+    dataset.check_low_resolution(image_side)
+    image_shape = (dataset.channels, image_side, image_side)
+    input_shape: Shape | None = image_shape
+    if autoencoder.kind != "none":
+        input_shape, _ = latent_shape(autoencoder, image_shape)
+    if input_shape is not None:  # None: config.json is missing
+        channels, side, _ = input_shape
+        check_input(experiment, channels, side)
+
+
+def _check_images(experiment: Experiment) -> Iterator[str]:
+    """Check that the jobs accept the images, and yield a note if sizes differ or images are not square.
 
     Only the headers of at most 20,000 images are read. The conditions are:
 
     * Unreadable images need ``broken: skip``.
     * ``crop: none`` needs square images.
-    * Without a resolution, all images have one size after cropping or padding.
+    * Without a resolution, all images have one size after cropping or padding, which `_check_shapes` accepts.
     * ``crop: pad`` needs a resolution of at least the longest side.
 
     A missing or empty folder yields nothing and raises no error, since `count_images` reports it.
 
     Raises:
-        ConfigError: stage prepare would reject the images.
+        ConfigError: a job would reject the images.
+        DamagedError: config.json of a pretrained autoencoder is damaged.
     """
+    dataset = experiment.dataset
     try:
         images = inspect_images(dataset)
     except ConfigError:  # a missing or empty folder, which `count_images` reports
@@ -135,6 +162,8 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
         # padding makes squares of the longer side, cropping makes squares of the shorter side
         sides = {max(size) if pads else min(size) for size in images.sizes}
         demand(len(sides) < 2, "dataset.resolution", f"null with {len(sides)} sizes", "a number")
+        for side in sides:  # one; none if no image can be read
+            _check_shapes(experiment, side)
     elif pads:
         longest_side = max(map(max, images.sizes), default=0)
         value, allowed = f"{dataset.resolution} with crop pad", f"{longest_side}, the longest side, or more"

@@ -119,10 +119,16 @@ class DatasetConfig(Section):
         if self.crop == "adm":
             allowed = "a number with crop adm, which resizes before it cuts"
             demand(self.resolution is not None, "dataset.resolution", "null", allowed)
-        side = self.resolution  # None: known only after the images are prepared
-        if side is None and self.source == "digits":
-            side = 8
-        if side is not None and self.low_resolution is not None:
+        if self.side is not None:
+            self.check_low_resolution(self.side)
+
+    def check_low_resolution(self, side: int) -> None:
+        """Check that the low-resolution factor divides the side of the prepared images; null passes.
+
+        Raises:
+            ConfigError: the factor does not divide the side.
+        """
+        if self.low_resolution is not None:
             is_divisor = side % self.low_resolution == 0
             allowed = f"a divisor of the images' side, {side}"
             demand(is_divisor, "dataset.low_resolution", self.low_resolution, allowed)
@@ -154,6 +160,18 @@ class DatasetConfig(Section):
             valid = bool(self.captions) and isinstance(self.heldout, str)
             allowed = "null without captions, or if dataset.heldout is a share"
             demand(valid, "dataset.heldout_captions", repr(self.heldout_captions), allowed)
+
+    @property
+    def side(self) -> int | None:
+        """Side of the prepared images in pixels; None if it is known only from the images. Digits have 8 by default."""
+        if self.resolution is None and self.source == "digits":
+            return 8
+        return self.resolution
+
+    @property
+    def channels(self) -> int:
+        """Channels of the prepared images: 1 if `color` is grey, otherwise 3."""
+        return 1 if self.color == "grey" else 3
 
     @property
     def heldout_section(self) -> "DatasetConfig | None":

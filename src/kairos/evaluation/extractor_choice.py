@@ -35,7 +35,8 @@ def choose_extractor(
         warnings. A section without ``auto`` is returned unchanged.
 
     Raises:
-        ConfigError: the images are too few or lack labels that extractor or conditions need. The weights are missing
+        ConfigError: the images are too few, lack labels that extractor or conditions need, or contradict
+            `dataset.train_images`. The weights are missing
             and cannot be downloaded. A metric or the reference lacks something. The message has a line per problem.
             If images cannot be used, or their number is not `dataset.images`, the message has this problem alone.
     """
@@ -60,6 +61,7 @@ def choose_extractor(
     # numbers and labels of the images
     if "class" in conditions and not counts.unknown and counts.smallest is None:
         problems.append("model.conditions: got class, but the images have no labels; allowed: images with labels")
+    problems += _train_count_problems(dataset, counts)
     problems += _image_count_problems(evaluation, dataset, counts)
 
     # weights, metrics and reference; the first problem among them is reported
@@ -144,6 +146,22 @@ def _check_weights(evaluation: EvaluationConfig) -> list[str]:
     if is_present:
         return []
     return [f"warning: the extractor's job will download {source}; run kairos fetch to download it now"]
+
+
+def _train_count_problems(dataset: DatasetConfig, counts: ImageCounts) -> list[str]:
+    """Return a list with the error message if `dataset.train_images` cannot be the number of training images.
+
+    Otherwise the list is empty, for example if the number is unknown. Images that stage prepare may leave out, because
+    they are broken or have no captions, are in `counts`: the number may then be smaller.
+    """
+    if dataset.train_images is None or counts.train is None:
+        return []
+    may_lack_captions = dataset.captions is not None and dataset.unmatched == "count"
+    may_be_smaller = dataset.broken == "skip" or may_lack_captions
+    if dataset.train_images == counts.train or (may_be_smaller and dataset.train_images < counts.train):
+        return []
+    limit = "at most " if may_be_smaller else ""
+    return [f"dataset.train_images: got {dataset.train_images}, allowed: {limit}{counts.train} (or null)"]
 
 
 def _image_count_problems(evaluation: EvaluationConfig, dataset: DatasetConfig, counts: ImageCounts) -> list[str]:
