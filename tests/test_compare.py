@@ -183,16 +183,16 @@ def test_mlperf8_is_not_compared_across_prediction_targets(tmp_path, compare, ca
     for prediction in ("epsilon", "v"):
         _, results = results_tree.write(tmp_path / prediction, seeds=(0, 1), methods=("uniform", "min_snr"))
         folders.append(results)
-        edit(results, "*/seed*/evaluation/*.json", lambda record: record["metrics"].update(mlperf8=0.5))
+        edit(results, "*/seed*/evaluation/*.json", lambda record: record["validation"].update(mlperf8=0.5))
         edit(
             results,
             "*/seed*/milestones/*/milestone.json",
             lambda record, prediction=prediction: record["config"]["diffusion"].update(prediction=prediction),
         )
-    assert main(["compare", *map(str, folders), "--metric", "mlperf8"]) == 1
+    assert main(["compare", *map(str, folders), "--metric", "val_mlperf8"]) == 1
     message = capsys.readouterr().err
     assert all(text in message for text in ("diffusion.prediction", "epsilon", "v in"))
-    compare(folders[0], "--metric", "mlperf8")
+    compare(folders[0], "--metric", "val_mlperf8")
     compare(*folders)  # distances do not depend on the prediction target
 
 

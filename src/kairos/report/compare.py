@@ -163,15 +163,15 @@ def _columns_measured_everywhere(selection: Selection) -> list[str]:
 def _loss_settings(results: Results, column: str) -> dict[str, str]:
     """Return the settings that must be equal to compare losses of held-out images, as texts by dotted name.
 
-    They are hashes of data and autoencoder, the process, and the numbers of strata and images; for ``mlperf8``, also
-    the prediction. The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the text
+    They are hashes of data and autoencoder, the process, and the numbers of strata and images; for ``val_mlperf8``,
+    also the prediction. The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the text
     ``None``, which equals only another missing hash.
     """
-    if column not in ("mlperf8", *VALIDATION_LOSSES):
+    if column not in ("val_mlperf8", *VALIDATION_LOSSES):
         return {}
     experiment = results.experiment
-    # the validation losses are errors of epsilon, and mlperf8 is the error of the prediction
-    prediction = {"diffusion.prediction": str(experiment.diffusion.prediction)} if column == "mlperf8" else {}
+    # the validation losses are errors of epsilon, and val_mlperf8 is the error of the prediction
+    prediction = {"diffusion.prediction": str(experiment.diffusion.prediction)} if column == "val_mlperf8" else {}
     return prediction | {
         "data": str(results.dataset.get("content_sha256")),
         "autoencoder": str(results.autoencoder.get("sha256")),
