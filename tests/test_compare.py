@@ -131,6 +131,21 @@ def test_a_note_reports_too_few_seeds_for_a_ranking(tmp_path, capsys):
     assert re.search("note: not ranked: .* 5 seeds .* 1 seed", capsys.readouterr().err)
 
 
+def test_a_note_reports_too_few_seeds_with_positive_values(tmp_path, capsys):
+    """An unbiased kernel distance may be negative; two of six seeds have no ratio to the baseline."""
+    _, results = results_tree.write(tmp_path, seeds=range(6), methods=("uniform", "min_snr"))
+    for seed, value in ((1, 0.0), (4, -0.1)):
+        edit(
+            results,
+            f"min_snr/seed{seed}/evaluation/0000400.json",
+            lambda record, value=value: record["metrics"].update(kid=value),
+        )
+    assert main(["compare", str(results), "--metric", "kid", "--format", "csv"]) == 0
+    printed = capsys.readouterr()
+    assert {row["p_value"] for row in rows_of(printed.out).values()} == {""}
+    assert re.search("note: not ranked: .* 5 seeds .* 4 seeds", printed.err)
+
+
 def test_higher_values_are_better_in_these_columns():
     columns = ["fid", "frechet_classifier64", "kid", "val_loss", "precision", "recall", "psnr", "isc", "clip_score"]
     assert [column for column in columns if is_higher_better(column)] == columns[4:]

@@ -96,14 +96,16 @@ def _compare(arguments: argparse.Namespace) -> None:
 
     experiments = _collect_experiments(arguments.paths)
     measurements = join_experiments(experiments, arguments.baseline, arguments.metric)
-    text = format_table(build_comparison_table(measurements), arguments.format)
+    table = build_comparison_table(measurements)
+    text = format_table(table, arguments.format)
     for warning in find_ranking_warnings(experiments, arguments.metric):
         print(f"warning: {warning}\n", file=sys.stderr, flush=True)
     if arguments.out:
         write_text(arguments.out, text)
     else:
         print(text, end="", flush=True)
-    for note in comparison_notes(experiments, measurements):
+    seed_count = int(table["seeds"].iloc[0])  # equal in all rows
+    for note in comparison_notes(experiments, measurements, seed_count):
         print(f"note: {note}", file=sys.stderr)
 
 

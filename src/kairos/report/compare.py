@@ -326,12 +326,17 @@ def find_ranking_warnings(selection: Selection, metric: str | None = None) -> It
             yield f"{label}: {reason} {ADVICE}"
 
 
-def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> Iterator[str]:
+def comparison_notes(selection: Selection, measurements: MethodMeasurements, seed_count: int) -> Iterator[str]:
     """Yield the notes below a comparison table, for the joined measurements of a selection (`join_experiments`).
 
     They report unfinished results (the first three runs of an experiment, and the number of runs), outdated results
     and the notes of `Results.notes`. They also report too few seeds for a ranking, and seeds that are left out of all
     numbers or of the differences.
+
+    Args:
+        selection: experiments, each with its selected methods.
+        measurements: joined measurements of the selection.
+        seed_count: number of seeds that tests are over, see `MethodComparison.seed_count`.
     """
     # missing and outdated results, and results that differ in code or rounding
     for (results, _), label in zip(selection, _experiment_labels(selection)):
@@ -345,10 +350,10 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> 
         for note in results.notes:
             yield f"{label}: {note}"
     # seeds
-    common_seeds = measurements.common_measurements.seeds
-    if len(common_seeds) < MIN_SEEDS:
-        have = formatting.format_count(len(common_seeds), "seed")
+    if seed_count < MIN_SEEDS:
+        have = formatting.format_count(seed_count, "seed")
         yield f"not ranked: methods are ranked from {MIN_SEEDS} seeds on, and these have {have}"
+    common_seeds = measurements.common_measurements.seeds
     omitted_seeds = [str(seed) for seed in measurements.seeds if seed not in common_seeds]
     if omitted_seeds:
         seeds = formatting.join_names(omitted_seeds)
