@@ -267,6 +267,13 @@ def test_methods_of_two_experiments_compare_like_methods_of_one(tree, compare, t
     assert {row["baseline"] for row in rows.values()} == {"second/min_snr"}
 
 
+def test_the_default_baseline_is_a_method_of_the_first_experiment(small, compare, tmp_path):
+    other = shutil.copytree(small[1], tmp_path / "other")
+    edit(other, "*/seed*/milestones/*/milestone.json", lambda record: record["config"].update(experiment="other"))
+    text = compare(small[1] / "min_snr", other, "--format", "csv")
+    assert {row["baseline"] for row in csv.DictReader(io.StringIO(text))} == {"tiny/min_snr"}
+
+
 def test_methods_are_compared_at_their_last_common_milestone_and_seeds(small, compare, capsys):
     (small[1] / "min_snr/seed0/evaluation/0000400.json").unlink()
     (small[1] / "min_snr/seed1/evaluation/0000400.json").unlink()
@@ -302,6 +309,9 @@ def test_protocols_that_differ_are_not_compared(small, tmp_path, capsys):
         ("results/tiny/uniform/seed0", "results/tiny/uniform/seed0: no training"),
         ("results/tiny --baseline nobody", "--baseline: got nobody, allowed: min_snr, uniform"),
         ("tiny.yaml --index", "--index: got tiny.yaml, allowed: one folder"),
+        ("results --index --metric kid", "--metric: got kid, allowed: none with --index"),
+        ("results --index --baseline nobody", "--baseline: got nobody, allowed: none with --index"),
+        ("results --index --format table", "--format: got table, allowed: none with --index"),
         ("results/tiny --out results", "results"),
     ],
 )

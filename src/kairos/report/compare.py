@@ -52,7 +52,7 @@ def join_experiments(
     Args:
         selection: experiments, each with its selected methods.
         baseline: name of the baseline, or the method's name alone. By default it is the first experiment's uniform
-            method, or else its first method.
+            method, or else its first selected method.
         metric: column that methods are compared by; None: the one that each experiment ranks its methods by.
 
     Returns:
@@ -97,24 +97,28 @@ def join_experiments(
         methods=names,
         seeds=sorted({*table["seed"]}),
         metric=column,
-        baseline=_choose_baseline(names, baseline, first_results.baseline),
+        baseline=_choose_baseline(names, baseline, selection),
     )
 
 
-def _choose_baseline(names: list[str], requested: str | None, default: str | None) -> str:
-    """Return the first name that matches the requested method, or the default method without a request.
+def _choose_baseline(names: list[str], requested: str | None, selection: Selection) -> str:
+    """Return the first name that matches the requested method; without a request, a method of the first experiment.
 
-    A name matches as a whole or by its method alone, as in ``experiment/method``. If the default is None or matches no
-    name, the result is the first name.
+    A name matches as a whole or by its method alone, as in ``experiment/method``. Without a request, the result is the
+    name of the first experiment's baseline if that method is selected, else the first name. `names` has the order of
+    the selection.
 
     Raises:
         ConfigError: the requested method matches no name.
     """
-    method_to_match = requested or default
-    matches = [name for name in names if method_to_match in (name, _method_name(name))]
     if requested:
+        matches = [name for name in names if requested in (name, _method_name(name))]
         demand(matches, "--baseline", requested, ", ".join(names))
-    return matches[0] if matches else names[0]
+        return matches[0]
+    first_results, first_methods = selection[0]
+    if first_results.baseline in first_methods:
+        return names[first_methods.index(first_results.baseline)]
+    return names[0]
 
 
 def _method_name(name: str) -> str:
