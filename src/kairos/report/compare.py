@@ -168,8 +168,8 @@ def _loss_settings(results: Results, column: str) -> dict[str, str]:
     """Return the settings that must be equal to compare losses of held-out images, as texts by dotted name.
 
     They are hashes of data and autoencoder, the process, and the numbers of strata and images; for ``val_mlperf8``,
-    also the prediction. The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the text
-    ``None``, which equals only another missing hash.
+    also the prediction. The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the
+    text ``None``, which equals only another missing hash.
     """
     if column not in ("val_mlperf8", *VALIDATION_LOSSES):
         return {}

@@ -135,7 +135,7 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
     """
     _, interval_or_missed_seeds = formatting.format_factor(factor)
     if factor is None:
-        return "which cannot be judged: training times are missing, or the value is reached at the start of a run"
+        return "which cannot be judged: results or training times are missing, or a run starts at the value"
     if factor.missed_seed_count:
         return interval_or_missed_seeds or "in no seed"  # empty with one seed
     if not factor.low < factor.high:  # one seed: both are NaN
