@@ -2,12 +2,14 @@
 
 import itertools
 import shutil
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import results_tree
@@ -17,6 +19,7 @@ from kairos.analyses.noise_levels import area_levels, even_levels, load_optimize
 from kairos.analyses.settings import ANALYSES, SnapshotOptions, analysed_snapshots, snapshot_table_path
 from kairos.cli import main
 from kairos.config import validate
+from kairos.files import write_text
 from kairos.milestones import open_milestone
 from kairos.models.backbone import Backbone
 from kairos.models.settings import BACKBONES, BackboneOptions
@@ -287,6 +290,29 @@ def test_the_table_of_an_analysis_contains_method_names_as_text(tmp_path):
     table = tables.build_table(analysis, config, tmp_path)
     assert set(table.groupby("method").groups) == {*methods}
     assert table["step"].dtype == int and table["variance"].count() == len(table) / 2
+
+
+@pytest.mark.parametrize("content", ["", '"'])
+def test_a_damaged_file_is_reported_by_its_name(content, tmp_path, capsys):
+    """A strategy.csv, which analysis density reads, and the table of a snapshot."""
+    config, results = results_tree.write(tmp_path, (0,), ("uniform",))
+    values = yaml.safe_load(config.read_text()) | {"analyses": ["density", "agreement"]}
+    config.write_text(yaml.safe_dump(values))
+    experiment_config = validate(values)
+    density, agreement = experiment_config.analyses
+    strategy_file = results / "uniform/seed0/milestones/0000200/strategy.csv"
+    table_paths = [
+        Path(snapshot_table_path(results, agreement.name, *snapshot))
+        for snapshot in analysed_snapshots(agreement, experiment_config)
+    ]
+    for path in table_paths:
+        write_text(path, "method,seed,step\nuniform,0,0\n")
+    for analysis, path in ((density, strategy_file), (agreement, table_paths[-1])):
+        path.write_text(content)
+        command = ["analyse", "--config", str(config), "--results", str(results), "--analysis", analysis.name]
+        assert main(command) == 1
+        message = capsys.readouterr().err
+        assert str(path) in message and "cannot be read" in message and message.count("\n") == 1
 
 
 DISCRETE = {"name": "discrete", "timesteps": 100}

@@ -131,6 +131,21 @@ def test_a_note_reports_too_few_seeds_for_a_ranking(tmp_path, capsys):
     assert re.search("note: not ranked: .* 5 seeds .* 1 seed", capsys.readouterr().err)
 
 
+def test_a_note_reports_too_few_seeds_with_positive_values(tmp_path, capsys):
+    """An unbiased kernel distance may be negative; two of six seeds have no ratio to the baseline."""
+    _, results = results_tree.write(tmp_path, seeds=range(6), methods=("uniform", "min_snr"))
+    for seed, value in ((1, 0.0), (4, -0.1)):
+        edit(
+            results,
+            f"min_snr/seed{seed}/evaluation/0000400.json",
+            lambda record, value=value: record["metrics"].update(kid=value),
+        )
+    assert main(["compare", str(results), "--metric", "kid", "--format", "csv"]) == 0
+    printed = capsys.readouterr()
+    assert {row["p_value"] for row in rows_of(printed.out).values()} == {""}
+    assert re.search("note: not ranked: .* 5 seeds .* 4 seeds", printed.err)
+
+
 def test_higher_values_are_better_in_these_columns():
     columns = ["fid", "frechet_classifier64", "kid", "val_loss", "precision", "recall", "psnr", "isc", "clip_score"]
     assert [column for column in columns if is_higher_better(column)] == columns[4:]
@@ -183,16 +198,16 @@ def test_mlperf8_is_not_compared_across_prediction_targets(tmp_path, compare, ca
     for prediction in ("epsilon", "v"):
         _, results = results_tree.write(tmp_path / prediction, seeds=(0, 1), methods=("uniform", "min_snr"))
         folders.append(results)
-        edit(results, "*/seed*/evaluation/*.json", lambda record: record["metrics"].update(mlperf8=0.5))
+        edit(results, "*/seed*/evaluation/*.json", lambda record: record["validation"].update(mlperf8=0.5))
         edit(
             results,
             "*/seed*/milestones/*/milestone.json",
             lambda record, prediction=prediction: record["config"]["diffusion"].update(prediction=prediction),
         )
-    assert main(["compare", *map(str, folders), "--metric", "mlperf8"]) == 1
+    assert main(["compare", *map(str, folders), "--metric", "val_mlperf8"]) == 1
     message = capsys.readouterr().err
     assert all(text in message for text in ("diffusion.prediction", "epsilon", "v in"))
-    compare(folders[0], "--metric", "mlperf8")
+    compare(folders[0], "--metric", "val_mlperf8")
     compare(*folders)  # distances do not depend on the prediction target
 
 
@@ -252,6 +267,13 @@ def test_methods_of_two_experiments_compare_like_methods_of_one(tree, compare, t
     assert {row["baseline"] for row in rows.values()} == {"second/min_snr"}
 
 
+def test_the_default_baseline_is_a_method_of_the_first_experiment(small, compare, tmp_path):
+    other = shutil.copytree(small[1], tmp_path / "other")
+    edit(other, "*/seed*/milestones/*/milestone.json", lambda record: record["config"].update(experiment="other"))
+    text = compare(small[1] / "min_snr", other, "--format", "csv")
+    assert {row["baseline"] for row in csv.DictReader(io.StringIO(text))} == {"tiny/min_snr"}
+
+
 def test_methods_are_compared_at_their_last_common_milestone_and_seeds(small, compare, capsys):
     (small[1] / "min_snr/seed0/evaluation/0000400.json").unlink()
     (small[1] / "min_snr/seed1/evaluation/0000400.json").unlink()
@@ -287,6 +309,9 @@ def test_protocols_that_differ_are_not_compared(small, tmp_path, capsys):
         ("results/tiny/uniform/seed0", "results/tiny/uniform/seed0: no training"),
         ("results/tiny --baseline nobody", "--baseline: got nobody, allowed: min_snr, uniform"),
         ("tiny.yaml --index", "--index: got tiny.yaml, allowed: one folder"),
+        ("results --index --metric kid", "--metric: got kid, allowed: none with --index"),
+        ("results --index --baseline nobody", "--baseline: got nobody, allowed: none with --index"),
+        ("results --index --format table", "--format: got table, allowed: none with --index"),
         ("results/tiny --out results", "results"),
     ],
 )

@@ -3,14 +3,17 @@
 import csv
 import html
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from scipy import stats
 
 import results_tree
 from kairos.config import load, validate
+from kairos.files import write_text
 from kairos.report import published_numbers
 from kairos.report.build import build_report
 from kairos.report.collect import collect
@@ -147,6 +150,44 @@ def test_accelerations_have_an_interval_over_seeds(folder):
     assert acceleration.measured.value == pytest.approx(np.exp(np.mean(np.log(ratios))))
     assert acceleration.measured.seed_count == 5
     assert [acceleration.measured.low, acceleration.measured.high] == pytest.approx(np.exp(test))
+
+
+def test_snapshots_that_a_method_lacks_are_left_out_of_its_acceleration(tmp_path):
+    folder = results_tree.write(tmp_path, SEEDS, ("uniform", "speed"))[1]
+    for seed in SEEDS:
+        (folder / f"speed/seed{seed}/evaluation/0000200.json").unlink()  # of all seeds
+    (folder / "uniform/seed1/evaluation/0000100.json").unlink()  # of one seed
+    results = collect(make_recipe(BLOCK), folder, unfinished=True)
+    (acceleration,) = published_numbers.compute_accelerations(results)
+    ratios = []
+    for seed in SEEDS:
+        steps = np.array([400.0] if seed == 1 else [100.0, 400.0])
+        uniform_curve, speed_curve = (
+            np.array([results_tree.distance(method, seed, int(step)) for step in steps])
+            for method in ("uniform", "speed")
+        )
+        ratios.append(highest_cost_ratio(steps, uniform_curve, steps, speed_curve))
+    assert acceleration.measured.value == pytest.approx(stats.gmean(ratios))
+
+
+def test_without_a_common_seed_the_measured_acceleration_is_unknown(tmp_path):
+    folder = results_tree.write(tmp_path, (0, 1), ("uniform", "speed"))[1]
+    shutil.rmtree(folder / "uniform/seed0/evaluation")
+    shutil.rmtree(folder / "speed/seed1/evaluation")
+    recipe = make_recipe(BLOCK, seeds=[0, 1])
+    (acceleration,) = published_numbers.compute_accelerations(collect(recipe, folder, unfinished=True))
+    assert acceleration.measured is None and acceleration.published is not None
+    write_text(tmp_path / "recipe.yaml", yaml.safe_dump(recipe.plain()))
+    assert "Acceleration over uniform" in page_of(tmp_path / "recipe.yaml", folder, unfinished=True)
+
+
+def test_published_curves_without_a_common_step_have_no_acceleration(folder):
+    rows = {"uniform": [None, 20.0], "ours": [15.0, None]}
+    block = BLOCK | {"steps": [200, 400], "rows": rows}
+    (acceleration,) = published_numbers.compute_accelerations(collect(make_recipe(block), folder))
+    assert acceleration.published is None and acceleration.measured.value > 1
+    (acceleration,) = published_numbers.compute_accelerations(collect(make_recipe(block, BLOCK), folder))
+    assert acceleration.published is not None
 
 
 def test_the_published_acceleration_is_interpolated_as_in_speeds_paper():

@@ -112,6 +112,24 @@ def test_a_factor_of_training_time_needs_a_clock_in_every_seed():
     assert ranking.compute_cost_factor(curve([[0.0, 2, 4], [np.nan] * 3]), baseline, "seconds_by_seed") is None
 
 
+def test_a_factor_leaves_out_snapshots_without_a_value():
+    """The first seed reaches the baseline's final value at step 20 of 40, and the second one at step 22.5."""
+    steps, empty = np.array([0.0, 20, 40]), np.full(3, np.nan)
+
+    def curve(*values):
+        seconds = np.where(np.isnan(values), np.nan, 2 * steps)  # a missing snapshot has no training time either
+        return ranking.Curve(steps, empty, empty, empty, empty, empty, np.array(values), seconds)
+
+    baseline = curve([4.0, 3, 2.25], [4.0, 3, 2.25])
+    for cost in ("steps", "seconds_by_seed"):
+        factor = ranking.compute_cost_factor(curve([4.0, np.nan, 0.5], [4.0, 2.5, 0.5]), baseline, cost)
+        assert factor.value == pytest.approx(math.sqrt(40 / 20 * 40 / 22.5)) and factor.missed_seed_count == 0
+        factor = ranking.compute_cost_factor(curve([4.0, np.nan, 3], [4.0, 2.25, 0.5]), baseline, cost)
+        assert factor.missed_seed_count == 1
+        # a seed without results may reach the value or not
+        assert ranking.compute_cost_factor(curve([np.nan] * 3, [4.0, 2.25, 0.5]), baseline, cost) is None
+
+
 def test_acceleration_counts_values_just_below_a_minimum_that_a_curve_leaves_again():
     steps = np.array([1.0, 2, 3, 4])
     baseline, method = np.array([10.0, 5, 8, 2]), np.array([10.0, 4, 3, 2])

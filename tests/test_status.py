@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 
 from kairos import slurm
 from kairos.cli import main
+from kairos.config import freeze, validate
 from kairos.files import hash_folder, write_json
 from kairos.status.run_progress import RunProgress, list_run_progress, load_outline
 from kairos.training.job import ProgressFile
@@ -190,6 +192,18 @@ def test_methods_seeds_and_milestones_come_from_the_file_or_the_folder(capsys: p
         assert error in capsys.readouterr().err
     assert main(["status", "."]) == 1
     assert "no training run there" in capsys.readouterr().err
+
+
+def test_the_folder_of_results_has_the_experiment_that_was_frozen_last() -> None:
+    """Two edits of a file, and back to the first."""
+    RESULTS.mkdir(parents=True)
+    first, second = (validate({"experiment": "many", "seeds": [seed], "methods": {"uniform": {}}}) for seed in (0, 1))
+    for age, version in ((20, first), (10, second)):
+        time_of_freeze = time.time() - age
+        os.utime(freeze(version), (time_of_freeze, time_of_freeze))
+    assert load_outline(RESULTS).trainings == [("uniform", 1)]
+    freeze(first)
+    assert load_outline(RESULTS).trainings == [("uniform", 0)]
 
 
 COUNT_OPENED_FILES = """

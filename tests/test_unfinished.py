@@ -10,7 +10,7 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json, write_json
-from kairos.report import ranking
+from kairos.report import findings, ranking
 from kairos.report.collect import collect
 from kairos.report.plot_style import assign_styles
 from kairos.report.sample_figures import draw_image_by_image
@@ -116,6 +116,29 @@ def test_methods_without_a_common_seed_are_shown_and_not_tested(tree):
     assert rows["uniform"].curve.mean[-1] == results_tree.distance("uniform", 1, 400)
     assert np.isnan(rows["min_snr"].ratio_to_baseline.value) and not any(row.is_ranked for row in rows.values())
     assert "Not ranked" in page_of(*tree, unfinished=True)
+
+
+@pytest.mark.parametrize("seeds_without_results", [(12, 13, 14), (13,)])
+def test_with_enough_configured_seeds_the_outcome_reports_missing_results(tmp_path, seeds_without_results):
+    config, folder = results_tree.write(tmp_path, (10, 11, 12, 13, 14), ("uniform", "min_snr"))
+    for seed in seeds_without_results:
+        shutil.rmtree(folder / f"min_snr/seed{seed}/evaluation")
+        if len(seeds_without_results) > 1:
+            shutil.rmtree(folder / f"uniform/seed{seed}/evaluation")
+    results = collect(load(config), folder, unfinished=True)
+    outcome = " ".join(findings.summarise_outcome(results, ranking.compare_methods(results.measurements)))
+    seed_count = 5 - len(seeds_without_results)
+    assert f"results of {seed_count} of the experiment's 5 seeds" in outcome
+    assert "missing results" in outcome and "set seeds" not in outcome
+
+
+def test_advised_seeds_include_configured_seeds_without_results(tmp_path):
+    config, folder = results_tree.write(tmp_path, (10, 11, 12), ("uniform", "min_snr"))
+    for method in ("uniform", "min_snr"):
+        shutil.rmtree(folder / f"{method}/seed12/evaluation")
+    results = collect(load(config), folder, unfinished=True)
+    outcome = " ".join(findings.summarise_outcome(results, ranking.compare_methods(results.measurements)))
+    assert "2 of the experiment's 3 seeds" in outcome and "set seeds: [0, 1, 10, 11, 12]" in outcome
 
 
 def test_one_image_is_shown_by_method_and_snapshot(tree):

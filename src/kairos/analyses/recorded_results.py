@@ -9,7 +9,7 @@ import numpy as np
 from kairos import increments as process_increments
 from kairos.analyses.noise_levels import TableRow
 from kairos.analyses.settings import ADAPTIVE, AnalysisOptions, DensityOptions, IncrementsOptions
-from kairos.files import read_entries, read_json
+from kairos.files import DamagedError, read_entries, read_json
 from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import KairosError
@@ -25,12 +25,16 @@ def collect_densities(options: DensityOptions, experiment: Any, results: Path) -
 
     Raises:
         FileNotFoundError: a snapshot is missing.
-        ValueError: the strategy.csv of a snapshot is damaged.
+        DamagedError: the strategy.csv of a snapshot is damaged.
     """
     rows = []
     for method, seed, step in product(experiment.methods, experiment.seeds, experiment.milestones):
         path = results / f"{method}/seed{seed}/milestones/{step:07d}/strategy.csv"
-        strategy = parse_strategy_csv(path.read_text(encoding="utf-8"))
+        try:
+            strategy = parse_strategy_csv(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            remedy = "delete it and let `kairos train` create it again"
+            raise DamagedError(f"{path} cannot be read ({error}); {remedy}") from None
         t, probability, trained = strategy["t"], strategy["p"], strategy["effective"]
         for cells in np.array_split(np.arange(len(t)), min(options.bins, len(t))):
             row = {

@@ -7,7 +7,7 @@ import pandas as pd
 
 from kairos.analyses.settings import AnalysisOptions, analysed_snapshots, snapshot_table_path
 from kairos.data.latents import open_latents
-from kairos.files import read_json, write_text
+from kairos.files import DamagedError, read_json, write_text
 from kairos_timesteps.errors import KairosError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def build_table(analysis: AnalysisOptions, experiment: Any, results: Path) -> pd
     The rows of snapshots are in the order of `analysed_snapshots`.
 
     Raises:
-        KairosError: the table of a snapshot, or the training time of a run, is missing.
+        KairosError: the table of a snapshot, or the training time of a run, is missing; or a table is damaged.
         FileNotFoundError: another result that the analysis reads, such as an evaluation, is missing.
     """
     snapshots = analysed_snapshots(analysis, experiment)
@@ -52,8 +52,16 @@ def build_table(analysis: AnalysisOptions, experiment: Any, results: Path) -> pd
 
 
 def _read_table(path: Path) -> pd.DataFrame:
-    """Return the table of a snapshot. Method names stay text: 10 is no number, and NA no missing value."""
-    return pd.read_csv(path, dtype={"method": str}, keep_default_na=False, na_values=[""])
+    """Return the table of a snapshot. Method names stay text: 10 is no number, and NA no missing value.
+
+    Raises:
+        DamagedError: the file is empty or no CSV.
+    """
+    try:
+        return pd.read_csv(path, dtype={"method": str}, keep_default_na=False, na_values=[""])
+    except ValueError as error:  # pandas' errors of an empty file and of lines with too many cells are such errors
+        remedy = "delete it and let `kairos analyse --milestone` create it again"
+        raise DamagedError(f"{path} cannot be read ({error}); {remedy}") from None
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:

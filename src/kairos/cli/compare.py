@@ -19,8 +19,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         "results/<experiment>, an experiment file, or results/<experiment>/<method>; with --index: folder of results"
     )
     add("paths", type=Path, nargs="+", metavar="PATH", help=paths)
-    add("--format", choices=("table", "csv", "md", "json"), default="table", help="default: table")
-    baseline = "METHOD or EXPERIMENT/METHOD; default: the uniform method of the first experiment"
+    add("--format", choices=("table", "csv", "md", "json"), help="default: table")
+    baseline = "METHOD or EXPERIMENT/METHOD; default: the uniform method of the first experiment, else its first method"
     add("--baseline", metavar="METHOD", help=baseline)
     metric = "any measured value, such as val_loss or kid; default: the metric that the experiment ranks methods by"
     add("--metric", metavar="COLUMN", help=metric)
@@ -50,13 +50,16 @@ def _write_index(arguments: argparse.Namespace) -> None:
     ``<method>/seed<N>`` are skipped. The page is ``--out``, or index.html in the folder.
 
     Raises:
-        ConfigError: the paths are not a single folder that contains folders of results.
+        ConfigError: the paths are not a single folder that contains folders of results, or an option of tables is set.
     """
     from kairos.files import write_text
     from kairos.report.collect import collect
     from kairos.report.compare import render_index
     from kairos.report.ranking import compare_methods
 
+    for option in ("format", "baseline", "metric"):  # the page has neither another format nor another comparison
+        value = getattr(arguments, option)
+        demand_option(value is None, option, value, "none with --index")
     root, *further_paths = arguments.paths
     folders = []
     if not further_paths and root.is_dir():
@@ -96,14 +99,16 @@ def _compare(arguments: argparse.Namespace) -> None:
 
     experiments = _collect_experiments(arguments.paths)
     measurements = join_experiments(experiments, arguments.baseline, arguments.metric)
-    text = format_table(build_comparison_table(measurements), arguments.format)
+    table = build_comparison_table(measurements)
+    text = format_table(table, arguments.format or "table")
     for warning in find_ranking_warnings(experiments, arguments.metric):
         print(f"warning: {warning}\n", file=sys.stderr, flush=True)
     if arguments.out:
         write_text(arguments.out, text)
     else:
         print(text, end="", flush=True)
-    for note in comparison_notes(experiments, measurements):
+    seed_count = int(table["seeds"].iloc[0])  # equal in all rows
+    for note in comparison_notes(experiments, measurements, seed_count):
         print(f"note: {note}", file=sys.stderr)
 
 

@@ -3,6 +3,7 @@
 A field that an experiment file omits has its default, or the value of the file that `extends` names (see `reading`).
 """
 
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -314,7 +315,8 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
 
     The file is ``<experiment>-<hash>.yaml``, with 16 digits of the hash of the configuration and of the plugins' code.
     If methods use plugins, a second file contains the fingerprint of each component of a plugin, see
-    `plugins.check_unedited`. A file that exists is not written again.
+    `plugins.check_unedited`. A file that exists is not written again. Its modification time becomes the present time,
+    so that the newest file is the experiment that was frozen last.
     """
     plain = experiment.plain()
     fingerprints = plugin_fingerprints(experiment.methods)
@@ -323,6 +325,8 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
     # the fingerprints first, so that a frozen experiment never lacks them
     if fingerprints and not fingerprints_file(path).exists():
         write_json(fingerprints_file(path), fingerprints)
-    if not path.exists():
+    if path.exists():
+        os.utime(path)
+    else:
         write_text(path, yaml.safe_dump(plain, sort_keys=False))
     return path

@@ -208,6 +208,7 @@ class Results:
 
     Attributes:
         experiment: the experiment; if it is unfinished, only with the methods and seeds that have evaluations.
+        configured_seeds: all seeds of the experiment, with and without evaluations.
         folder: the results folder.
         runs: training runs, in the order of the configuration.
         reference: content of reference.json, with the reference rows.
@@ -220,6 +221,7 @@ class Results:
     """
 
     experiment: Experiment
+    configured_seeds: tuple[int, ...]
     folder: Path
     runs: tuple[RunResults, ...]
     reference: Record
@@ -359,6 +361,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
     experiment_of_runs = _restrict_to_runs(experiment, runs)
     return Results(
         experiment=experiment_of_runs,
+        configured_seeds=tuple(experiment.seeds),
         folder=folder,
         runs=tuple(runs),
         reference=reference,

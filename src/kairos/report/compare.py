@@ -52,7 +52,7 @@ def join_experiments(
     Args:
         selection: experiments, each with its selected methods.
         baseline: name of the baseline, or the method's name alone. By default it is the first experiment's uniform
-            method, or else its first method.
+            method, or else its first selected method.
         metric: column that methods are compared by; None: the one that each experiment ranks its methods by.
 
     Returns:
@@ -97,24 +97,28 @@ def join_experiments(
         methods=names,
         seeds=sorted({*table["seed"]}),
         metric=column,
-        baseline=_choose_baseline(names, baseline, first_results.baseline),
+        baseline=_choose_baseline(names, baseline, selection),
     )
 
 
-def _choose_baseline(names: list[str], requested: str | None, default: str | None) -> str:
-    """Return the first name that matches the requested method, or the default method without a request.
+def _choose_baseline(names: list[str], requested: str | None, selection: Selection) -> str:
+    """Return the first name that matches the requested method; without a request, a method of the first experiment.
 
-    A name matches as a whole or by its method alone, as in ``experiment/method``. If the default is None or matches no
-    name, the result is the first name.
+    A name matches as a whole or by its method alone, as in ``experiment/method``. Without a request, the result is the
+    name of the first experiment's baseline if that method is selected, else the first name. `names` has the order of
+    the selection.
 
     Raises:
         ConfigError: the requested method matches no name.
     """
-    method_to_match = requested or default
-    matches = [name for name in names if method_to_match in (name, _method_name(name))]
     if requested:
+        matches = [name for name in names if requested in (name, _method_name(name))]
         demand(matches, "--baseline", requested, ", ".join(names))
-    return matches[0] if matches else names[0]
+        return matches[0]
+    first_results, first_methods = selection[0]
+    if first_results.baseline in first_methods:
+        return names[first_methods.index(first_results.baseline)]
+    return names[0]
 
 
 def _method_name(name: str) -> str:
@@ -163,15 +167,15 @@ def _columns_measured_everywhere(selection: Selection) -> list[str]:
 def _loss_settings(results: Results, column: str) -> dict[str, str]:
     """Return the settings that must be equal to compare losses of held-out images, as texts by dotted name.
 
-    They are hashes of data and autoencoder, the process, and the numbers of strata and images; for ``mlperf8``, also
-    the prediction. The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the text
-    ``None``, which equals only another missing hash.
+    They are hashes of data and autoencoder, the process, and the numbers of strata and images; for ``val_mlperf8``,
+    also the prediction. The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the
+    text ``None``, which equals only another missing hash.
     """
-    if column not in ("mlperf8", *VALIDATION_LOSSES):
+    if column not in ("val_mlperf8", *VALIDATION_LOSSES):
         return {}
     experiment = results.experiment
-    # the validation losses are errors of epsilon, and mlperf8 is the error of the prediction
-    prediction = {"diffusion.prediction": str(experiment.diffusion.prediction)} if column == "mlperf8" else {}
+    # the validation losses are errors of epsilon, and val_mlperf8 is the error of the prediction
+    prediction = {"diffusion.prediction": str(experiment.diffusion.prediction)} if column == "val_mlperf8" else {}
     return prediction | {
         "data": str(results.dataset.get("content_sha256")),
         "autoencoder": str(results.autoencoder.get("sha256")),
@@ -326,12 +330,17 @@ def find_ranking_warnings(selection: Selection, metric: str | None = None) -> It
             yield f"{label}: {reason} {ADVICE}"
 
 
-def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> Iterator[str]:
+def comparison_notes(selection: Selection, measurements: MethodMeasurements, seed_count: int) -> Iterator[str]:
     """Yield the notes below a comparison table, for the joined measurements of a selection (`join_experiments`).
 
     They report unfinished results (the first three runs of an experiment, and the number of runs), outdated results
     and the notes of `Results.notes`. They also report too few seeds for a ranking, and seeds that are left out of all
     numbers or of the differences.
+
+    Args:
+        selection: experiments, each with its selected methods.
+        measurements: joined measurements of the selection.
+        seed_count: number of seeds that tests are over, see `MethodComparison.seed_count`.
     """
     # missing and outdated results, and results that differ in code or rounding
     for (results, _), label in zip(selection, _experiment_labels(selection)):
@@ -345,10 +354,10 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements) -> 
         for note in results.notes:
             yield f"{label}: {note}"
     # seeds
-    common_seeds = measurements.common_measurements.seeds
-    if len(common_seeds) < MIN_SEEDS:
-        have = formatting.format_count(len(common_seeds), "seed")
+    if seed_count < MIN_SEEDS:
+        have = formatting.format_count(seed_count, "seed")
         yield f"not ranked: methods are ranked from {MIN_SEEDS} seeds on, and these have {have}"
+    common_seeds = measurements.common_measurements.seeds
     omitted_seeds = [str(seed) for seed in measurements.seeds if seed not in common_seeds]
     if omitted_seeds:
         seeds = formatting.join_names(omitted_seeds)

@@ -1,7 +1,7 @@
 """Outcome of an experiment in sentences that are computed from its numbers, and warnings about these numbers."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
 from kairos.evaluation.separation import ADVICE, reason_not_to_rank
@@ -35,7 +35,7 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
     - why the distance cannot rank methods, if they are ranked by it and it cannot
     - the last common step, if results are missing
     - the ranking, or the range of final values with too few seeds
-    - the advice to add seeds, if there are several methods and only seeds are missing for a ranking
+    - the advice to add seeds or to finish missing results, if there are several methods and a ranking needs them
     - the comparison with the baseline, or that there is none
 
     Args:
@@ -50,11 +50,14 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
     if results.missing:
         last_step = comparisons[0].curve.steps[-1]
         sentences.append(f"So far, at step {last_step:,.0f}, the last that all methods here have:")
-    sentences += _summarise_ranking(comparisons, "Fréchet distance" if ranks_by_distance else "validation loss")
-    seeds = results.experiment.seeds
+    seeds = results.configured_seeds
+    measure = "Fréchet distance" if ranks_by_distance else "validation loss"
+    sentences += _summarise_ranking(comparisons, measure, len(seeds))
     more_seeds_would_rank = len(comparisons) > 1 and not reason  # more seeds would not remove the reason
     if len(seeds) < MIN_SEEDS and more_seeds_would_rank:
         sentences.append(_advise_more_seeds(seeds))
+    elif results.missing and not comparisons[0].is_ranked and more_seeds_would_rank:
+        sentences.append("To rank them, run the experiment again; it computes the missing results.")
     if results.baseline is None:
         sentences.append("No method samples uniformly without weights, so there is no baseline for factors.")
     else:
@@ -62,7 +65,7 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
     return sentences
 
 
-def _advise_more_seeds(seeds: list[int]) -> str:
+def _advise_more_seeds(seeds: Sequence[int]) -> str:
     """Return a sentence that advises to add the smallest unused seeds, up to the five seeds that a ranking needs.
 
     The caller ensures that there are fewer than five `seeds`.
@@ -76,11 +79,11 @@ def _advise_more_seeds(seeds: list[int]) -> str:
     )
 
 
-def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> list[str]:
+def _summarise_ranking(comparisons: list[MethodComparison], measure: str, configured_count: int) -> list[str]:
     """Return one or two sentences about which methods may be the best; `comparisons` have the lowest final value first.
 
     With fewer than five seeds that all methods have, the sentences only report the range of final values. `measure` is
-    the name of the metric in the sentences.
+    the name of the metric in the sentences, and `configured_count` the number of seeds in the experiment file.
     """
     final_values = {}
     for comparison in comparisons:
@@ -90,8 +93,11 @@ def _summarise_ranking(comparisons: list[MethodComparison], measure: str) -> lis
     best = [comparison.method for comparison in comparisons if comparison.may_be_best]
     if not best:  # only if methods are not ranked: otherwise the lowest one may be the best
         seed_count = comparisons[0].seed_count
+        have = f"this experiment has {seed_count}"
+        if seed_count < configured_count:
+            have = f"all methods have results of {seed_count} of the experiment's {configured_count} seeds"
         return [
-            f"Not ranked: methods are ranked from {MIN_SEEDS} seeds on, and this experiment has {seed_count}.",
+            f"Not ranked: methods are ranked from {MIN_SEEDS} seeds on, and {have}.",
             f"Final values of the {measure}: from {lowest} to {highest}; another seed may reorder them.",
         ]
     if len(best) == 1:

@@ -47,13 +47,13 @@ class Acceleration:
         method: name of the method.
         baseline: name of the baseline.
         published: factor by the curves in the paper; None if it does not contain both curves.
-        measured: factor by the measured curves, over seeds.
+        measured: factor by the measured curves, over seeds; None if no seed has a common snapshot of both methods.
     """
 
     method: str
     baseline: str
     published: float | None
-    measured: Ratio
+    measured: Ratio | None
 
 
 def compare_published_numbers(results: Results) -> list[NumberComparison]:
@@ -135,7 +135,7 @@ def _judge_factor(factor: Ratio | None, claimed: float) -> str:
     """
     _, interval_or_missed_seeds = formatting.format_factor(factor)
     if factor is None:
-        return "which cannot be judged: training times are missing, or the value is reached at the start of a run"
+        return "which cannot be judged: results or training times are missing, or a run starts at the value"
     if factor.missed_seed_count:
         return interval_or_missed_seeds or "in no seed"  # empty with one seed
     if not factor.low < factor.high:  # one seed: both are NaN
@@ -214,8 +214,8 @@ def _describe_unequal_settings(settings: dict[str, tuple[Any, Any]]) -> list[str
 def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline: str) -> float | None:
     """Return the acceleration, see `highest_cost_ratio`, by the first published table with curves of both methods.
 
-    Curves are values of FID at several steps. Steps that lack a value of one of the two methods are left out. The
-    result is None without such a table.
+    Curves are values of FID at several steps. Steps that lack a value of one of the two methods are left out. A table
+    without any step left is skipped. The result is None without such a table.
     """
     for block in blocks:
         # a row that `methods` lacks has the name of its method
@@ -226,6 +226,8 @@ def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline
         values = np.array(values_by_method[method], float)  # a published null becomes NaN
         baseline_values = np.array(values_by_method[baseline], float)
         is_known = np.isfinite(values) & np.isfinite(baseline_values)
+        if not is_known.any():
+            continue
         steps = np.array(block.steps, float)[is_known]
         return highest_cost_ratio(
             baseline_costs=steps, baseline_values=baseline_values[is_known], costs=steps, values=values[is_known]

@@ -303,7 +303,7 @@ def crossing_cost(costs: PerSnapshot, values: PerSnapshot, target: float) -> flo
     """Return the cost at which a curve first is at or below `target`, or NaN if it never is.
 
     Lower `values` are better. `costs` are steps or seconds at the snapshots; both arrays are (snapshots,). The curve is
-    linear between snapshots. If the first snapshot is at or below `target`, the result is its cost.
+    linear between snapshots with a finite value. If the first of these is at or below `target`, the result is its cost.
     """
     return _interpolate_cost(costs, values, target, values <= target)
 
@@ -319,9 +319,11 @@ def crossing_cost_just_below(costs: PerSnapshot, values: PerSnapshot, target: fl
 def _interpolate_cost(costs: PerSnapshot, values: PerSnapshot, target: float, is_reached: SnapshotFlags) -> float:
     """Return the cost of `target`, interpolated between the first snapshot with `is_reached` and the snapshot before.
 
-    The result is NaN if no snapshot reaches the target, and the cost of the first snapshot if that one does. Arrays are
-    (snapshots,).
+    The result is NaN if no snapshot reaches the target, and the cost of the first snapshot if that one does. Snapshots
+    without a finite value are left out. Arrays are (snapshots,).
     """
+    is_known = np.isfinite(values)
+    costs, values, is_reached = costs[is_known], values[is_known], is_reached[is_known]
     if not is_reached.any():
         return math.nan
     first_reached = int(is_reached.argmax())  # index of the first True
@@ -343,7 +345,7 @@ def highest_cost_ratio(
 
     Args:
         baseline_costs, costs: steps or seconds at the snapshots, each (snapshots,); above 0.
-        baseline_values, values: distances at the snapshots, each (snapshots,); finite.
+        baseline_values, values: distances at the snapshots, each (snapshots,); finite, and at least one each.
     """
     lowest_common = max(baseline_values.min(), values.min())  # the lowest distance that both curves reach
     ratios = []  # at every snapshot distance that both curves reach, and limits from below
@@ -359,18 +361,25 @@ def highest_cost_ratio(
     return max(ratios)
 
 
-def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio:
+def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio | None:
     """Return SpeeD's acceleration: the largest ratio of the baseline's steps to the method's steps for one distance.
 
     The ratio of each seed is `highest_cost_ratio`, and the result is their geometric mean, without a p-value. The
-    snapshot before training (step 0) is left out: all methods are equal there. The caller ensures that both curves have
-    equal snapshots and seeds, without missing values.
+    snapshot before training (step 0) is left out: all methods are equal there. Snapshots that lack a value of one of
+    the two curves are left out for that seed, and so are seeds without any snapshot left. The result is None if no
+    seed is left. The caller ensures that both curves have equal seeds.
     """
-    is_trained = curve.steps > 0
-    steps = curve.steps[is_trained]
+    common_steps, baseline_columns, columns = np.intersect1d(baseline.steps, curve.steps, return_indices=True)
+    baseline_values_by_seed = baseline.values_by_seed[:, baseline_columns]
+    values_by_seed = curve.values_by_seed[:, columns]
     factors = []  # one per seed
-    for baseline_values, values in zip(baseline.values_by_seed, curve.values_by_seed):
-        factors.append(highest_cost_ratio(steps, baseline_values[is_trained], steps, values[is_trained]))
+    for baseline_values, values in zip(baseline_values_by_seed, values_by_seed):
+        is_compared = (common_steps > 0) & np.isfinite(baseline_values) & np.isfinite(values)
+        steps = common_steps[is_compared]
+        if len(steps):
+            factors.append(highest_cost_ratio(steps, baseline_values[is_compared], steps, values[is_compared]))
+    if not factors:
+        return None
     mean = _geometric_mean_ratio(np.log(np.array(factors)))
     return Ratio(float(mean.values), float(mean.low), float(mean.high), seed_count=len(factors))
 
@@ -387,17 +396,19 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
         cost: attribute of `Curve` that contains the costs, ``steps`` or ``seconds_by_seed``.
 
     Returns:
-        The factor; None without a clock, or if a seed of the baseline or of the method reaches the value already at its
-            start. The factor is NaN if a seed of the method does not reach the value.
+        The factor; None without a clock at every snapshot with a value, or if a seed of the baseline or of the method
+            reaches the value already at its start. It is also None if a seed of the method has neither reached the
+            value nor a final value. The factor is NaN if a seed of the method does not reach the value.
     """
     targets = baseline.values_by_seed[:, -1]  # (seeds,)
     baseline_costs = _costs_of_targets(baseline, cost, targets)
     method_costs = _costs_of_targets(curve, cost, targets)
-    has_clock = np.isfinite(getattr(curve, cost)).all()
+    has_clock = np.isfinite(_costs_by_seed(curve, cost)[np.isfinite(curve.values_by_seed)]).all()
     # only the snapshot before training has a cost of 0; a cost that is unknown, NaN, is not above 0 either
     baseline_has_improved = (baseline_costs > 0).all()
     method_starts_there = (method_costs == 0).any()
-    if not has_clock or not baseline_has_improved or method_starts_there:
+    has_no_result = (np.isnan(method_costs) & ~np.isfinite(curve.values_by_seed[:, -1])).any()
+    if not has_clock or not baseline_has_improved or method_starts_there or has_no_result:
         return None
     mean = _geometric_mean_ratio(np.log(baseline_costs / method_costs))  # NaN if a method's cost is NaN
     missed_seed_count = int(np.isnan(method_costs).sum())
@@ -415,12 +426,16 @@ def _costs_of_targets(curve: Curve, cost: str, targets: PerSeed) -> PerSeed:
 
     `cost` is the attribute of `Curve` with the costs, and `targets` has a value per seed.
     """
-    # steps are common to all seeds, seconds are not
-    costs_by_seed = np.broadcast_to(getattr(curve, cost), curve.values_by_seed.shape)
     target_costs = []
-    for costs, values, target in zip(costs_by_seed, curve.values_by_seed, targets):
+    for costs, values, target in zip(_costs_by_seed(curve, cost), curve.values_by_seed, targets):
         target_costs.append(crossing_cost(costs, values, target))
     return np.array(target_costs)
+
+
+def _costs_by_seed(curve: Curve, cost: str) -> PerSeedAndSnapshot:
+    """Return the costs of every seed's snapshots, (seeds, snapshots), from the attribute `cost` of the curve."""
+    # steps are common to all seeds, seconds are not
+    return np.broadcast_to(getattr(curve, cost), curve.values_by_seed.shape)
 
 
 def distance_from_start(run: RunResults) -> float | None:
