@@ -5,6 +5,7 @@ A field that an experiment file omits has its default, or the value of the file 
 
 import os
 import re
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -326,7 +327,8 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
     if fingerprints and not fingerprints_file(path).exists():
         write_json(fingerprints_file(path), fingerprints)
     if path.exists():
-        os.utime(path)
+        with suppress(PermissionError):  # another user's file
+            os.utime(path)
     else:
         write_text(path, yaml.safe_dump(plain, sort_keys=False))
     return path
