@@ -82,7 +82,19 @@ def test_damaged_results_and_those_of_another_run_do_not_count(tree):
     assert steps["uniform", 0] == [0, 100, 400] and steps["min_snr", 0] == [0, 100, 200]
     assert [line.partition(":")[0] for line in collected.missing] == ["uniform seed 0", "min_snr seed 0"]
     assert "damaged" in collected.missing[0] and "another training run" in collected.missing[1]
-    assert collected.runs_of("min_snr")[1].metrics.empty  # the metrics are of the earlier run
+    # metrics and times are of the earlier run
+    run = collected.runs_of("min_snr")[1]
+    assert run.metrics.empty and not run.seconds_by_step and run.started is None
+    assert collected.runs_of("min_snr")[0].seconds_by_step
+
+
+def test_times_of_an_earlier_run_are_not_those_of_a_run_that_has_not_ended(tree):
+    """The first segments of a run publish snapshots only, and metrics and times of an earlier run stay until its end."""
+    _, results = tree
+    (results / "uniform/seed0/training.json").unlink()
+    collected = collect(load(tree[0]), results, unfinished=True)
+    run, other_run = collected.runs_of("uniform")
+    assert not run.seconds_by_step and run.started is None and other_run.seconds_by_step
 
 
 def test_a_damaged_table_of_a_strategy_excludes_its_snapshot_alone(tree):
@@ -95,6 +107,16 @@ def test_a_damaged_table_of_a_strategy_excludes_its_snapshot_alone(tree):
     assert steps["uniform", 0] == [0, 100, 400] and steps["min_snr", 1] == [0, 100, 200, 400]
     assert any("strategy.csv" in line or "damaged" in line for line in collected.missing)
     assert collected.runs_of("min_snr")[1].metrics.empty
+
+
+@pytest.mark.parametrize("unfinished", [True, False])
+def test_a_damaged_line_of_times_is_left_out_alone(tree, unfinished):
+    path = tree[1] / "uniform/seed0/timing.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:-1], '{"step": 4\n']))
+    collected = collect(load(tree[0]), tree[1], unfinished)
+    assert list(collected.runs_of("uniform")[0].seconds_by_step) == [0, 100, 200] and not collected.missing
+    assert [snapshot.step for snapshot in collected.runs_of("uniform")[0].snapshots] == [0, 100, 200, 400]
 
 
 def test_snapshots_with_other_settings_do_not_count(tree):

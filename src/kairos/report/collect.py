@@ -19,7 +19,7 @@ from kairos.array_shapes import ImageArray
 from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
 from kairos.evaluation.settings import is_higher_better
-from kairos.files import read_json, read_lines
+from kairos.files import read_entries, read_json, read_lines
 from kairos.milestones import step_name
 from kairos.report.formatting import join_first_names
 from kairos.report.outdated import ExpectedSettings, format_changes
@@ -81,8 +81,9 @@ class RunResults:
         seed: seed of the run.
         snapshots: evaluated snapshots, by ascending step.
         metrics_file: metrics.jsonl; None if it is missing or belongs to another run.
-        seconds_by_step: training time until a step, accumulated over resumes; empty without timing.jsonl.
-        started: time of the first start; None if timing.jsonl is missing or empty.
+        seconds_by_step: training time until a step, accumulated over resumes; empty if timing.jsonl is missing or
+            belongs to another run.
+        started: time of the first start; None if `seconds_by_step` is empty.
         record: content of ``training.json``. Until the run has ended, it is the last snapshot's record in this form,
             and empty without a snapshot.
     """
@@ -324,8 +325,8 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
             after step 0, and methods and seeds without runs, are left out.
 
     Raises:
-        KairosError: the folder, reference.json or a manifest is missing or damaged; or timing.jsonl of a run or the
-            record of a job's time is damaged. A result is missing, damaged or outdated, or was evaluated with another
+        KairosError: the folder, reference.json or a manifest is missing or damaged; or the record of a job's time is
+            damaged. A result is missing, damaged or outdated, or was evaluated with another
             extractor or reference. If `unfinished`, such a result raises only if no run is evaluated past step 0.
     """
     folder = Path(folder)
@@ -460,10 +461,10 @@ def _read_run(
     The results contain the valid snapshots. If `unfinished`, only snapshots of the run that wrote the one with the
     highest step are kept. Until this run has ended, the results' record is the record of its last snapshot, in the form
     of training.json; it is empty without snapshots. If not `unfinished`, the snapshots are not checked to be of one
-    run. A missing timing.jsonl is not an error.
+    run. A missing timing.jsonl is not an error, and damaged lines of it are left out.
 
-    Raises:
-        KairosError: timing.jsonl is damaged.
+    If `unfinished`, training.json, metrics.jsonl and timing.jsonl are used only if training.json has the identity of
+    the snapshots. The three files are written at the end of a run, and may be of an earlier run until then.
     """
     folder = expected.results / method / f"seed{seed}"
     errors: list[KairosError] = []
@@ -474,12 +475,20 @@ def _read_run(
         last_snapshot = snapshots[-1]
         snapshots = _select_run(snapshots, last_snapshot.record["identity"], errors)
         record = last_snapshot.record | {"steps": last_snapshot.step, "components": {}}  # has the form of training.json
+    # files that a run writes at its end; an unfinished experiment may have those of an earlier run than the snapshots
     metrics_file: Path | None = None
-    with _collect_error(errors):  # after an error, `record` and `metrics_file` stay as they are
-        record, metrics_file = _read_files_of_ended_run(folder, record, unfinished)
-    # training times by step
-    timing_file = folder / "timing.jsonl"
-    timing = _read(timing_file, "train", _read_json_lines) if timing_file.exists() else []
+    timing: list[Record] = []
+    with _collect_error(errors):  # after an error, the values that are not read yet stay as they are
+        training_record = _read(folder / "training.json", "train")
+        is_of_run = not unfinished or training_record["identity"] == record.get("identity")
+        if is_of_run:
+            record = training_record
+            timing = read_entries(folder / "timing.jsonl")
+        metrics_path = _read(folder / "metrics.jsonl", "train", Path)
+        if is_of_run:
+            if unfinished:  # raises an error now if the file is damaged; an error in a figure would end the report
+                _read(metrics_path, "train", _read_json_lines)
+            metrics_file = metrics_path
     run = RunResults(
         method=method,
         seed=seed,
@@ -490,25 +499,6 @@ def _read_run(
         record=record,
     )
     return run, errors
-
-
-def _read_files_of_ended_run(folder: Path, snapshot_record: Record, unfinished: bool) -> tuple[Record, Path | None]:
-    """Return the content of training.json and the path of metrics.jsonl, the files that a run writes at its end.
-
-    If `unfinished`, the files may belong to an earlier run than `snapshot_record`, the record of the last snapshot. The
-    result is then `snapshot_record` and None.
-
-    Raises:
-        KairosError: a file is missing, or training.json is damaged; if `unfinished`, also if metrics.jsonl is damaged.
-    """
-    record = _read(folder / "training.json", "train")
-    metrics_file: Path = _read(folder / "metrics.jsonl", "train", Path)
-    if unfinished:
-        if record["identity"] != snapshot_record.get("identity"):
-            return snapshot_record, None
-        # raises an error now if the file is damaged; an error in a figure would end the report
-        _read(metrics_file, "train", _read_json_lines)
-    return record, metrics_file
 
 
 def _read_snapshots(
