@@ -109,6 +109,31 @@ def test_a_damaged_table_of_a_strategy_excludes_its_snapshot_alone(tree):
     assert collected.runs_of("min_snr")[1].metrics.empty
 
 
+@pytest.mark.parametrize("damage", ["other content", "cut off", "changed"])
+def test_a_damaged_sample_grid_excludes_its_snapshot_alone(tree, damage):
+    _, results = tree
+    path = results / "uniform/seed0/samples/0000200.png"
+    content = path.read_bytes()
+    middle = len(content) // 2
+    changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    path.write_bytes({"other content": b"{", "cut off": content[:middle], "changed": changed}[damage])
+    collected = collect(load(tree[0]), results, unfinished=True)
+    assert [snapshot.step for snapshot in collected.runs_of("uniform")[0].snapshots] == [0, 100, 400]
+    assert len(collected.missing) == 1 and "0000200.png" in collected.missing[0]
+
+
+@pytest.mark.long
+def test_a_page_and_a_comparison_are_made_in_spite_of_damaged_files(tree, capsys):
+    _, results = tree
+    (results / "uniform/seed0/samples/0000200.png").write_text("{")
+    with open(results / "min_snr/seed0/timing.jsonl", "ab") as file:
+        file.write(b"\xff{\n")
+    assert main(["report", str(results)]) == 0
+    assert "0000200.png" in (results / "report_unfinished.html").read_text()
+    assert main(["compare", str(results)]) == 0
+    assert "1 training run: uniform seed 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("unfinished", [True, False])
 def test_a_damaged_line_of_times_is_left_out_alone(tree, unfinished):
     path = tree[1] / "uniform/seed0/timing.jsonl"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from PIL import Image, UnidentifiedImageError
 
 from kairos.array_shapes import ImageArray
 from kairos.config import Experiment, validate
@@ -512,8 +513,8 @@ def _read_snapshots(
     """Return the valid snapshots of a run; append an error to `errors` for each milestone without a valid one.
 
     A snapshot is invalid if it is outdated, or if one of its files is missing, damaged or rejected by `_read_snapshot`.
-    If `unfinished`, a damaged table of its strategy also makes it invalid. Otherwise the table is not read here; a
-    damaged one raises an error when a figure needs it.
+    If `unfinished`, a damaged strategy table or sample grid also makes it invalid. Otherwise the two are not read here;
+    a damaged one raises an error when a figure needs it.
     """
     folder = expected.results / method / f"seed{seed}"
     snapshots = []
@@ -525,7 +526,9 @@ def _read_snapshots(
                 raise OutdatedError(format_changes(changes))
             snapshot = _read_snapshot(expected, folder, step, reference)
             if unfinished:
-                _ = snapshot.strategy_table  # raises an error if the file is damaged
+                # raise an error now if a file is damaged; an error in a figure would end the report
+                _ = snapshot.strategy_table
+                _read(snapshot.grid_file, "sample", _verify_image)
             snapshots.append(snapshot)
     return snapshots
 
@@ -683,3 +686,18 @@ def _read_json_lines(path: Path) -> list[Record]:
         ValueError: a line is not JSON.
     """
     return [json.loads(line) for line in read_lines(path)]
+
+
+def _verify_image(path: Path) -> None:
+    """Check the structure and the checksums of a PNG file, without decoding its pixels.
+
+    Raises:
+        ValueError: the file is not an image, or is damaged.
+    """
+    try:
+        with Image.open(path) as image:
+            image.verify()
+    except UnidentifiedImageError:  # its message repeats the path
+        raise ValueError("cannot identify image file") from None
+    except (OSError, SyntaxError, EOFError, IndexError, Image.DecompressionBombError) as error:
+        raise ValueError(str(error)) from None
