@@ -12,6 +12,7 @@ from kairos.config import load
 from kairos.files import read_json, write_json
 from kairos.report import ranking
 from kairos.report.collect import collect
+from kairos.report.curve_figures import draw_distance
 from kairos.report.plot_style import assign_styles
 from kairos.report.sample_figures import draw_image_by_image
 from kairos.sampling.samples_file import write_samples
@@ -89,7 +90,7 @@ def test_damaged_results_and_those_of_another_run_do_not_count(tree):
 
 
 def test_times_of_an_earlier_run_are_not_those_of_a_run_that_has_not_ended(tree):
-    """The first segments of a run publish snapshots only, and metrics and times of an earlier run stay until its end."""
+    """Until its end, a run publishes snapshots only, and metrics and times of an earlier run stay."""
     _, results = tree
     (results / "uniform/seed0/training.json").unlink()
     collected = collect(load(tree[0]), results, unfinished=True)
@@ -163,6 +164,23 @@ def test_methods_without_a_common_seed_are_shown_and_not_tested(tree):
     assert rows["uniform"].curve.mean[-1] == results_tree.distance("uniform", 1, 400)
     assert np.isnan(rows["min_snr"].ratio_to_baseline.value) and not any(row.is_ranked for row in rows.values())
     assert "Not ranked" in page_of(*tree, unfinished=True)
+
+
+def test_a_method_without_a_known_time_has_no_curve_over_time(tree):
+    """The time of step 0 is known without a clock, and its evaluation may be missing."""
+    for seed in (0, 1):
+        run_folder = tree[1] / f"min_snr/seed{seed}"
+        (run_folder / "timing.jsonl").unlink()
+        (run_folder / "evaluation/0000000.json").unlink()
+    collected = collect(load(tree[0]), tree[1], unfinished=True)
+    styles = assign_styles(collected.methods, collected.baseline)
+    for shown_methods in (["uniform", "min_snr", "adaptive"], ["uniform", "adaptive"]):
+        shown_styles = {method: styles[method] for method in shown_methods}
+        over_time = draw_distance(collected, shown_styles, over_time=True)
+        texts = {text.get_text() for text in over_time.axes[0].texts}
+        assert {"uniform", "adaptive"} <= texts and not texts & {"min_snr", "1 others: range, median"}
+    over_steps = draw_distance(collected, styles, over_time=False)
+    assert "min_snr" in {text.get_text() for text in over_steps.axes[0].texts}
 
 
 def test_one_image_is_shown_by_method_and_snapshot(tree):
