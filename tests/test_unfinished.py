@@ -12,7 +12,7 @@ from kairos.config import load
 from kairos.files import read_json, write_json
 from kairos.report import ranking
 from kairos.report.collect import collect
-from kairos.report.curve_figures import draw_distance
+from kairos.report.curve_figures import draw_distance, draw_validation_loss
 from kairos.report.plot_style import assign_styles
 from kairos.report.sample_figures import draw_image_by_image
 from kairos.sampling.samples_file import write_samples
@@ -181,6 +181,22 @@ def test_a_method_without_a_known_time_has_no_curve_over_time(tree):
         assert {"uniform", "adaptive"} <= texts and not texts & {"min_snr", "1 others: range, median"}
     over_steps = draw_distance(collected, styles, over_time=False)
     assert "min_snr" in {text.get_text() for text in over_steps.axes[0].texts}
+
+
+def test_validation_losses_of_unequally_long_runs_are_compared_at_their_last_common_snapshot(tree):
+    for step in (200, 400):
+        (tree[1] / f"uniform/seed1/evaluation/{step:07d}.json").unlink()
+    (tree[1] / "adaptive/seed1/evaluation/0000400.json").unlink()
+    collected = collect(load(tree[0]), tree[1], unfinished=True)
+    figure = draw_validation_loss(collected, assign_styles(collected.methods, collected.baseline))
+    records = {
+        method: read_json(tree[1] / method / "seed0/evaluation/0000400.json")["validation"]["per_timestep"]
+        for method in collected.methods
+    }
+    drawn = {line.get_label(): line.get_ydata() for line in figure.axes[-1].get_lines()}
+    for method, record in records.items():  # of seed 0, the only one that all methods have at step 400
+        ratios = [entry["loss"] / baseline["loss"] for entry, baseline in zip(record, records["uniform"])]
+        assert drawn[method] == pytest.approx(ratios)
 
 
 def test_one_image_is_shown_by_method_and_snapshot(tree):

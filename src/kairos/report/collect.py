@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -254,9 +254,26 @@ class Results:
 
     @property
     def has_validation_losses(self) -> bool:
-        """True if every training run has a validation loss per timestep at its last snapshot."""
-        validations = [run.last_snapshot.evaluation.get("validation") or {} for run in self.runs]
-        return all("per_timestep" in validation for validation in validations)
+        """True if all `common_snapshots` have a validation loss per timestep; they raise KairosError without any."""
+        snapshots = chain.from_iterable(self.common_snapshots.values())
+        return all("per_timestep" in (snapshot.evaluation.get("validation") or {}) for snapshot in snapshots)
+
+    @cached_property
+    def common_snapshots(self) -> dict[str, list[SnapshotResults]]:
+        """Snapshots at the last step and of the seeds of `MethodMeasurements.common_measurements`, by method.
+
+        If no seed is evaluated there for all methods, each method has the snapshots of its seeds that are.
+
+        Raises:
+            KairosError: no snapshot after step 0 is evaluated for all methods.
+        """
+        common = self.measurements.common_measurements
+        last_step = common.table["step"].max()
+        snapshots: dict[str, list[SnapshotResults]] = {method: [] for method in self.methods}
+        for run, snapshot in self.run_snapshots:
+            if snapshot.step == last_step and run.seed in common.seeds:
+                snapshots[run.method].append(snapshot)
+        return snapshots
 
     @cached_property
     def table(self) -> pd.DataFrame:

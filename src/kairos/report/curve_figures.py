@@ -81,11 +81,11 @@ def _smooth_mean(losses: "list[pd.Series[float]]") -> "pd.Series[float]":
 
 
 def draw_validation_loss(results: Results, styles: dict[str, MethodStyle]) -> Figure:
-    """Draw the validation loss per timestep at the last snapshot, mean over seeds, in two or three panels.
+    """Draw the validation loss per timestep at the last common snapshot, mean over seeds, in two or three panels.
 
     The panels are the loss on a linear and on a logarithmic axis, and below them its ratio to the baseline's loss.
-    Without a baseline the third panel is left out. Methods without a style are a grey band. The caller ensures that all
-    runs have validation losses, see `Results.has_validation_losses`.
+    Without a baseline the third panel is left out. Methods without a style are a grey band. The caller ensures that the
+    losses exist, see `Results.has_validation_losses`.
     """
     baseline = results.baseline
     rows = 1 if baseline is None else 2
@@ -111,10 +111,10 @@ def draw_validation_loss(results: Results, styles: dict[str, MethodStyle]) -> Fi
 
 
 def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
-    """Return the validation loss of a method at its last snapshot, mean over seeds, indexed by the time t."""
+    """Return a method's validation loss at the last common snapshot, mean over seeds, indexed by the time t."""
     losses_by_seed = []
-    for run in results.runs_of(method):
-        table = pd.DataFrame(run.last_snapshot.evaluation["validation"]["per_timestep"])
+    for snapshot in results.common_snapshots[method]:
+        table = pd.DataFrame(snapshot.evaluation["validation"]["per_timestep"])
         losses_by_seed.append(table.set_index("t")["loss"])
     return pd.concat(losses_by_seed, axis=1).mean(axis=1)
 
@@ -191,8 +191,9 @@ def _draw_distance_curve(
 def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None) -> list[Label]:
     """Draw the range and the median of the curves of methods without a style, and return the label of the range.
 
-    Without a known point, nothing is drawn and the list is empty. A step is included if any curve has it. The x axis is the step if `unit_seconds` is None. Otherwise it is the
-    training time up to the step, mean over methods, in units of `unit_seconds`. The caller writes the label.
+    Without a known point, nothing is drawn and the list is empty. A step is included if any curve has it. The x axis is
+    the step if `unit_seconds` is None. Otherwise it is the training time up to the step, mean over methods, in units of
+    `unit_seconds`. The caller writes the label.
     """
     means = pd.concat([pd.Series(curve.mean, curve.steps) for curve in curves], axis=1).sort_index()  # a row per step
     x = means.index.to_numpy(float)
