@@ -151,8 +151,8 @@ def _validation_size(results: Results) -> tuple[int, int] | None:
     """Return the numbers of held-out images and of strata, without the first and last cell, of validation losses.
 
     The result is None if a common snapshot has no validation loss per timestep. Both numbers are from the last common
-    snapshot of the first method and seed. If its record lacks the number of images, as in earlier versions, the number follows from
-    the experiment and the data set.
+    snapshot of the first method and seed. If its record lacks the number of images, as in earlier versions, the number
+    follows from the experiment and the data set.
     """
     if not results.has_validation_losses:
         return None
