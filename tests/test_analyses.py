@@ -23,7 +23,7 @@ from kairos.files import write_text
 from kairos.milestones import open_milestone
 from kairos.models.backbone import Backbone
 from kairos.models.settings import BACKBONES, BackboneOptions
-from kairos.report.analysis_figures import write_analysis
+from kairos.report.analysis_figures import _draw_subset_size, write_analysis
 from kairos.training.state import TrainingState
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -385,6 +385,24 @@ def test_analyses_of_recorded_results_equal_known_values(tree, tmp_path):
     copy = shutil.copytree(results, tmp_path / "copy")
     (copy / "uniform/seed0/timing.jsonl").unlink()
     assert main(["analyse", "--config", str(config), "--results", str(copy), "--analysis", "relative_time"]) == 1
+
+
+def test_methods_of_equal_size_are_separate_lines_in_the_figure_of_sizes(tmp_path):
+    methods = {"uniform": {}, "other": {"sampler": {"name": "adaptive", "selected": 3}}}
+    methods["a"] = {"sampler": {"name": "adaptive"}, "grid": {"sampler.selected": [1, 3], "sampler.frequency": [4, 8]}}
+    distances = {f"a-selected={size}-frequency={f}": 10.0 * size + f for size in (1, 3) for f in (4, 8)}
+    distances |= {"uniform": 60.0, "other": 50.0}
+    options = {"seed": 0, "step": 20, "seconds": 1.0, "relative_time": 1.0, "metric": "fid"}
+    rows = []
+    for method, distance in distances.items():
+        size = np.nan if method == "uniform" else 1 if "=1-" in method else 3
+        rows.append({"method": method, "selected": size, "distance": distance, **options})
+    figure = _draw_subset_size(pd.DataFrame(rows), validate(experiment(methods)))
+    lines = {}
+    for container in figure.axes[-1].containers:
+        x, y = container.lines[0].get_data()
+        lines[container.get_label()] = dict(zip(x, y))
+    assert lines == {"a-frequency=4": {1: 14, 3: 34}, "a-frequency=8": {1: 18, 3: 38}, "other": {3: 50}}
 
 
 @pytest.mark.long

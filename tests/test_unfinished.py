@@ -12,6 +12,7 @@ from kairos.config import load
 from kairos.files import read_json, write_json
 from kairos.report import findings, ranking
 from kairos.report.collect import collect
+from kairos.report.curve_figures import draw_distance, draw_validation_loss
 from kairos.report.plot_style import assign_styles
 from kairos.report.sample_figures import draw_image_by_image
 from kairos.sampling.samples_file import write_samples
@@ -82,7 +83,19 @@ def test_damaged_results_and_those_of_another_run_do_not_count(tree):
     assert steps["uniform", 0] == [0, 100, 400] and steps["min_snr", 0] == [0, 100, 200]
     assert [line.partition(":")[0] for line in collected.missing] == ["uniform seed 0", "min_snr seed 0"]
     assert "damaged" in collected.missing[0] and "another training run" in collected.missing[1]
-    assert collected.runs_of("min_snr")[1].metrics.empty  # the metrics are of the earlier run
+    # metrics and times are of the earlier run
+    run = collected.runs_of("min_snr")[1]
+    assert run.metrics.empty and not run.seconds_by_step and run.started is None
+    assert collected.runs_of("min_snr")[0].seconds_by_step
+
+
+def test_times_of_an_earlier_run_are_not_those_of_a_run_that_has_not_ended(tree):
+    """Until its end, a run publishes snapshots only, and metrics and times of an earlier run stay."""
+    _, results = tree
+    (results / "uniform/seed0/training.json").unlink()
+    collected = collect(load(tree[0]), results, unfinished=True)
+    run, other_run = collected.runs_of("uniform")
+    assert not run.seconds_by_step and run.started is None and other_run.seconds_by_step
 
 
 def test_a_damaged_table_of_a_strategy_excludes_its_snapshot_alone(tree):
@@ -95,6 +108,41 @@ def test_a_damaged_table_of_a_strategy_excludes_its_snapshot_alone(tree):
     assert steps["uniform", 0] == [0, 100, 400] and steps["min_snr", 1] == [0, 100, 200, 400]
     assert any("strategy.csv" in line or "damaged" in line for line in collected.missing)
     assert collected.runs_of("min_snr")[1].metrics.empty
+
+
+@pytest.mark.parametrize("damage", ["other content", "cut off", "changed"])
+def test_a_damaged_sample_grid_excludes_its_snapshot_alone(tree, damage):
+    _, results = tree
+    path = results / "uniform/seed0/samples/0000200.png"
+    content = path.read_bytes()
+    middle = len(content) // 2
+    changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    path.write_bytes({"other content": b"{", "cut off": content[:middle], "changed": changed}[damage])
+    collected = collect(load(tree[0]), results, unfinished=True)
+    assert [snapshot.step for snapshot in collected.runs_of("uniform")[0].snapshots] == [0, 100, 400]
+    assert len(collected.missing) == 1 and "0000200.png" in collected.missing[0]
+
+
+@pytest.mark.long
+def test_a_page_and_a_comparison_are_made_in_spite_of_damaged_files(tree, capsys):
+    _, results = tree
+    (results / "uniform/seed0/samples/0000200.png").write_text("{")
+    with open(results / "min_snr/seed0/timing.jsonl", "ab") as file:
+        file.write(b"\xff{\n")
+    assert main(["report", str(results)]) == 0
+    assert "0000200.png" in (results / "report_unfinished.html").read_text()
+    assert main(["compare", str(results)]) == 0
+    assert "1 training run: uniform seed 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unfinished", [True, False])
+def test_a_damaged_line_of_times_is_left_out_alone(tree, unfinished):
+    path = tree[1] / "uniform/seed0/timing.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:-1], '{"step": 4\n']))
+    collected = collect(load(tree[0]), tree[1], unfinished)
+    assert list(collected.runs_of("uniform")[0].seconds_by_step) == [0, 100, 200] and not collected.missing
+    assert [snapshot.step for snapshot in collected.runs_of("uniform")[0].snapshots] == [0, 100, 200, 400]
 
 
 def test_snapshots_with_other_settings_do_not_count(tree):
@@ -139,6 +187,39 @@ def test_advised_seeds_include_configured_seeds_without_results(tmp_path):
     results = collect(load(config), folder, unfinished=True)
     outcome = " ".join(findings.summarise_outcome(results, ranking.compare_methods(results.measurements)))
     assert "2 of the experiment's 3 seeds" in outcome and "set seeds: [0, 1, 10, 11, 12]" in outcome
+
+
+def test_a_method_without_a_known_time_has_no_curve_over_time(tree):
+    """The time of step 0 is known without a clock, and its evaluation may be missing."""
+    for seed in (0, 1):
+        run_folder = tree[1] / f"min_snr/seed{seed}"
+        (run_folder / "timing.jsonl").unlink()
+        (run_folder / "evaluation/0000000.json").unlink()
+    collected = collect(load(tree[0]), tree[1], unfinished=True)
+    styles = assign_styles(collected.methods, collected.baseline)
+    for shown_methods in (["uniform", "min_snr", "adaptive"], ["uniform", "adaptive"]):
+        shown_styles = {method: styles[method] for method in shown_methods}
+        over_time = draw_distance(collected, shown_styles, over_time=True)
+        texts = {text.get_text() for text in over_time.axes[0].texts}
+        assert {"uniform", "adaptive"} <= texts and not texts & {"min_snr", "1 others: range, median"}
+    over_steps = draw_distance(collected, styles, over_time=False)
+    assert "min_snr" in {text.get_text() for text in over_steps.axes[0].texts}
+
+
+def test_validation_losses_of_unequally_long_runs_are_compared_at_their_last_common_snapshot(tree):
+    for step in (200, 400):
+        (tree[1] / f"uniform/seed1/evaluation/{step:07d}.json").unlink()
+    (tree[1] / "adaptive/seed1/evaluation/0000400.json").unlink()
+    collected = collect(load(tree[0]), tree[1], unfinished=True)
+    figure = draw_validation_loss(collected, assign_styles(collected.methods, collected.baseline))
+    records = {
+        method: read_json(tree[1] / method / "seed0/evaluation/0000400.json")["validation"]["per_timestep"]
+        for method in collected.methods
+    }
+    drawn = {line.get_label(): line.get_ydata() for line in figure.axes[-1].get_lines()}
+    for method, record in records.items():  # of seed 0, the only one that all methods have at step 400
+        ratios = [entry["loss"] / baseline["loss"] for entry, baseline in zip(record, records["uniform"])]
+        assert drawn[method] == pytest.approx(ratios)
 
 
 def test_one_image_is_shown_by_method_and_snapshot(tree):

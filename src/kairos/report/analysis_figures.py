@@ -18,6 +18,7 @@ from matplotlib.patches import Patch
 from kairos.analyses import tables
 from kairos.analyses.settings import AnalysisOptions
 from kairos.config import Experiment
+from kairos.config.sweeps import parse_sweep_name
 from kairos.report.plot_style import (
     INK,
     MUTED,
@@ -240,24 +241,44 @@ def _draw_relative_time(table: pd.DataFrame, experiment: Experiment) -> Figure:
 def _draw_subset_size(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw three panels: distance against relative time, and time per step and last distance against the size |S|.
 
-    The first panel has a line per method. Dashed lines in the other panels show the baseline, whose rows have no |S|
-    (NaN in column ``selected``). Bars are one standard deviation over seeds.
+    The first panel has a line per method. In the other panels, a line connects the methods whose names differ in |S|
+    alone, and dashed lines show the baseline, whose rows have no |S| (NaN in column ``selected``). Bars are one
+    standard deviation over seeds.
     """
     figure, grid = create_figure(12.6, 3.2, 1, 3, column_space=2.1)
     _draw_distance_over_time(grid[0, 0], table, experiment)
     last_rows = _last_snapshot_rows(table)
     last_rows = last_rows.assign(step_milliseconds=1000 * last_rows["seconds"] / last_rows["step"])
     baseline_rows = last_rows[last_rows["selected"].isna()]
+    sized_rows = last_rows.dropna(subset="selected")
+    rows_by_line = dict(list(sized_rows.groupby(sized_rows["method"].map(_name_without_size), sort=False)))
+    styles = assign_styles(list(rows_by_line), experiment.baseline)
+    sizes = np.unique(sized_rows["selected"])
     panel_contents = (("step_milliseconds", "time of a step in ms"), ("distance", "last distance"))
     for axes, (column, label) in zip(grid[0, 1:], panel_contents):
-        by_size = last_rows.groupby("selected")[column]  # without the baseline: groupby drops NaN
-        means, stds = by_size.mean(), by_size.std().fillna(0)  # over seeds; one seed has no standard deviation
-        axes.errorbar(means.index, means, stds, color=_BLUE, marker="o", capsize=2)
+        labels = []
+        for name, rows in rows_by_line.items():
+            by_size = rows.groupby("selected")[column]
+            means, stds = by_size.mean(), by_size.std().fillna(0)  # over seeds; one seed has no standard deviation
+            axes.errorbar(means.index, means, stds, **styles[name], label=name, capsize=2)
+            labels.append(Label(float(means.iloc[-1]), name, styles[name]["color"], x=float(means.index[-1])))
         axes.axhline(baseline_rows[column].mean(), color=INK, **_DASHED)
         axes.set(xscale="log", xlabel=f"|S| (dashed: {experiment.baseline})", ylabel=label)
-        axes.set_xticks(means.index, [f"{size:.0f}" for size in means.index])
+        axes.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
         axes.set_xticks([], minor=True)
+        label_lines(axes, labels)
     return figure
+
+
+def _name_without_size(method: str) -> str:
+    """Return the name of a method without its size |S| in a sweep: ``adaptive-lr=1`` for ``adaptive-selected=3-lr=1``.
+
+    Names of methods outside of a sweep over `selected` are returned unchanged.
+    """
+    for option, value in parse_sweep_name(method):
+        if option == "selected":
+            return method.replace(f"-{option}={value}", "", 1)
+    return method
 
 
 def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:

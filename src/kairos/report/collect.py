@@ -8,18 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from PIL import Image, UnidentifiedImageError
 
 from kairos.array_shapes import ImageArray
 from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
 from kairos.evaluation.settings import is_higher_better
-from kairos.files import read_json, read_lines
+from kairos.files import read_entries, read_json, read_lines
 from kairos.milestones import step_name
 from kairos.report.formatting import join_first_names
 from kairos.report.outdated import ExpectedSettings, format_changes
@@ -81,8 +82,9 @@ class RunResults:
         seed: seed of the run.
         snapshots: evaluated snapshots, by ascending step.
         metrics_file: metrics.jsonl; None if it is missing or belongs to another run.
-        seconds_by_step: training time until a step, accumulated over resumes; empty without timing.jsonl.
-        started: time of the first start; None if timing.jsonl is missing or empty.
+        seconds_by_step: training time until a step, accumulated over resumes; empty if timing.jsonl is missing or
+            belongs to another run.
+        started: time of the first start; None if `seconds_by_step` is empty.
         record: content of ``training.json``. Until the run has ended, it is the last snapshot's record in this form,
             and empty without a snapshot.
     """
@@ -254,9 +256,26 @@ class Results:
 
     @property
     def has_validation_losses(self) -> bool:
-        """True if every training run has a validation loss per timestep at its last snapshot."""
-        validations = [run.last_snapshot.evaluation.get("validation") or {} for run in self.runs]
-        return all("per_timestep" in validation for validation in validations)
+        """True if all `common_snapshots` have a validation loss per timestep; they raise KairosError without any."""
+        snapshots = chain.from_iterable(self.common_snapshots.values())
+        return all("per_timestep" in (snapshot.evaluation.get("validation") or {}) for snapshot in snapshots)
+
+    @cached_property
+    def common_snapshots(self) -> dict[str, list[SnapshotResults]]:
+        """Snapshots at the last step and of the seeds of `MethodMeasurements.common_measurements`, by method.
+
+        If no seed is evaluated there for all methods, each method has the snapshots of its seeds that are.
+
+        Raises:
+            KairosError: no snapshot after step 0 is evaluated for all methods.
+        """
+        common = self.measurements.common_measurements
+        last_step = common.table["step"].max()
+        snapshots: dict[str, list[SnapshotResults]] = {method: [] for method in self.methods}
+        for run, snapshot in self.run_snapshots:
+            if snapshot.step == last_step and run.seed in common.seeds:
+                snapshots[run.method].append(snapshot)
+        return snapshots
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -326,8 +345,8 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
             after step 0, and methods and seeds without runs, are left out.
 
     Raises:
-        KairosError: the folder, reference.json or a manifest is missing or damaged; or timing.jsonl of a run or the
-            record of a job's time is damaged. A result is missing, damaged or outdated, or was evaluated with another
+        KairosError: the folder, reference.json or a manifest is missing or damaged; or the record of a job's time is
+            damaged. A result is missing, damaged or outdated, or was evaluated with another
             extractor or reference. If `unfinished`, such a result raises only if no run is evaluated past step 0.
     """
     folder = Path(folder)
@@ -463,10 +482,10 @@ def _read_run(
     The results contain the valid snapshots. If `unfinished`, only snapshots of the run that wrote the one with the
     highest step are kept. Until this run has ended, the results' record is the record of its last snapshot, in the form
     of training.json; it is empty without snapshots. If not `unfinished`, the snapshots are not checked to be of one
-    run. A missing timing.jsonl is not an error.
+    run. A missing timing.jsonl is not an error, and damaged lines of it are left out.
 
-    Raises:
-        KairosError: timing.jsonl is damaged.
+    If `unfinished`, training.json, metrics.jsonl and timing.jsonl are used only if training.json has the identity of
+    the snapshots. The three files are written at the end of a run, and may be of an earlier run until then.
     """
     folder = expected.results / method / f"seed{seed}"
     errors: list[KairosError] = []
@@ -477,12 +496,20 @@ def _read_run(
         last_snapshot = snapshots[-1]
         snapshots = _select_run(snapshots, last_snapshot.record["identity"], errors)
         record = last_snapshot.record | {"steps": last_snapshot.step, "components": {}}  # has the form of training.json
+    # files that a run writes at its end; an unfinished experiment may have those of an earlier run than the snapshots
     metrics_file: Path | None = None
-    with _collect_error(errors):  # after an error, `record` and `metrics_file` stay as they are
-        record, metrics_file = _read_files_of_ended_run(folder, record, unfinished)
-    # training times by step
-    timing_file = folder / "timing.jsonl"
-    timing = _read(timing_file, "train", _read_json_lines) if timing_file.exists() else []
+    timing: list[Record] = []
+    with _collect_error(errors):  # after an error, the values that are not read yet stay as they are
+        training_record = _read(folder / "training.json", "train")
+        is_of_run = not unfinished or training_record["identity"] == record.get("identity")
+        if is_of_run:
+            record = training_record
+            timing = read_entries(folder / "timing.jsonl")
+        metrics_path = _read(folder / "metrics.jsonl", "train", Path)
+        if is_of_run:
+            if unfinished:  # raises an error now if the file is damaged; an error in a figure would end the report
+                _read(metrics_path, "train", _read_json_lines)
+            metrics_file = metrics_path
     run = RunResults(
         method=method,
         seed=seed,
@@ -493,25 +520,6 @@ def _read_run(
         record=record,
     )
     return run, errors
-
-
-def _read_files_of_ended_run(folder: Path, snapshot_record: Record, unfinished: bool) -> tuple[Record, Path | None]:
-    """Return the content of training.json and the path of metrics.jsonl, the files that a run writes at its end.
-
-    If `unfinished`, the files may belong to an earlier run than `snapshot_record`, the record of the last snapshot. The
-    result is then `snapshot_record` and None.
-
-    Raises:
-        KairosError: a file is missing, or training.json is damaged; if `unfinished`, also if metrics.jsonl is damaged.
-    """
-    record = _read(folder / "training.json", "train")
-    metrics_file: Path = _read(folder / "metrics.jsonl", "train", Path)
-    if unfinished:
-        if record["identity"] != snapshot_record.get("identity"):
-            return snapshot_record, None
-        # raises an error now if the file is damaged; an error in a figure would end the report
-        _read(metrics_file, "train", _read_json_lines)
-    return record, metrics_file
 
 
 def _read_snapshots(
@@ -525,8 +533,8 @@ def _read_snapshots(
     """Return the valid snapshots of a run; append an error to `errors` for each milestone without a valid one.
 
     A snapshot is invalid if it is outdated, or if one of its files is missing, damaged or rejected by `_read_snapshot`.
-    If `unfinished`, a damaged table of its strategy also makes it invalid. Otherwise the table is not read here; a
-    damaged one raises an error when a figure needs it.
+    If `unfinished`, a damaged strategy table or sample grid also makes it invalid. Otherwise the two are not read here;
+    a damaged one raises an error when a figure needs it.
     """
     folder = expected.results / method / f"seed{seed}"
     snapshots = []
@@ -538,7 +546,9 @@ def _read_snapshots(
                 raise OutdatedError(format_changes(changes))
             snapshot = _read_snapshot(expected, folder, step, reference)
             if unfinished:
-                _ = snapshot.strategy_table  # raises an error if the file is damaged
+                # raise an error now if a file is damaged; an error in a figure would end the report
+                _ = snapshot.strategy_table
+                _read(snapshot.grid_file, "sample", _verify_image)
             snapshots.append(snapshot)
     return snapshots
 
@@ -696,3 +706,18 @@ def _read_json_lines(path: Path) -> list[Record]:
         ValueError: a line is not JSON.
     """
     return [json.loads(line) for line in read_lines(path)]
+
+
+def _verify_image(path: Path) -> None:
+    """Check the structure and the checksums of a PNG file, without decoding its pixels.
+
+    Raises:
+        ValueError: the file is not an image, or is damaged.
+    """
+    try:
+        with Image.open(path) as image:
+            image.verify()
+    except UnidentifiedImageError:  # its message repeats the path
+        raise ValueError("cannot identify image file") from None
+    except (OSError, SyntaxError, EOFError, IndexError, Image.DecompressionBombError) as error:
+        raise ValueError(str(error)) from None

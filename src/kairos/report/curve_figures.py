@@ -81,11 +81,11 @@ def _smooth_mean(losses: "list[pd.Series[float]]") -> "pd.Series[float]":
 
 
 def draw_validation_loss(results: Results, styles: dict[str, MethodStyle]) -> Figure:
-    """Draw the validation loss per timestep at the last snapshot, mean over seeds, in two or three panels.
+    """Draw the validation loss per timestep at the last common snapshot, mean over seeds, in two or three panels.
 
     The panels are the loss on a linear and on a logarithmic axis, and below them its ratio to the baseline's loss.
-    Without a baseline the third panel is left out. Methods without a style are a grey band. The caller ensures that all
-    runs have validation losses, see `Results.has_validation_losses`.
+    Without a baseline the third panel is left out. Methods without a style are a grey band. The caller ensures that the
+    losses exist, see `Results.has_validation_losses`.
     """
     baseline = results.baseline
     rows = 1 if baseline is None else 2
@@ -111,10 +111,10 @@ def draw_validation_loss(results: Results, styles: dict[str, MethodStyle]) -> Fi
 
 
 def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
-    """Return the validation loss of a method at its last snapshot, mean over seeds, indexed by the time t."""
+    """Return a method's validation loss at the last common snapshot, mean over seeds, indexed by the time t."""
     losses_by_seed = []
-    for run in results.runs_of(method):
-        table = pd.DataFrame(run.last_snapshot.evaluation["validation"]["per_timestep"])
+    for snapshot in results.common_snapshots[method]:
+        table = pd.DataFrame(snapshot.evaluation["validation"]["per_timestep"])
         losses_by_seed.append(table.set_index("t")["loss"])
     return pd.concat(losses_by_seed, axis=1).mean(axis=1)
 
@@ -124,6 +124,7 @@ def draw_distance(results: Results, styles: dict[str, MethodStyle], over_time: b
 
     Values are means over seeds, with a bar and a band of one standard deviation. Methods without a style are a grey
     band. Reference rows are dashed lines. The y axis is logarithmic. Points without a known value or time are left out.
+    A method without a known point has neither a curve nor a label.
     """
     figure, grid = create_figure(5.85, 4.25)
     axes = grid[0][0]
@@ -136,13 +137,13 @@ def draw_distance(results: Results, styles: dict[str, MethodStyle], over_time: b
     for method, style in styles.items():
         curve = curves[method]
         x = curve.seconds / unit_seconds if over_time else curve.steps
-        label = _draw_distance_curve(axes, curve, x, method, style)
-        assert label.x is not None  # labels of these curves have an x
-        right_end = max(right_end, label.x)
-        labels.append(label)
+        is_known = np.isfinite(curve.mean) & np.isfinite(x)
+        if is_known.any():
+            labels.append(_draw_distance_curve(axes, curve, x, is_known, method, style))
+            right_end = max(right_end, x[is_known][-1])
     other_curves = [curve for method, curve in curves.items() if method not in styles]
     if other_curves:
-        labels.append(_draw_other_curves(axes, other_curves, unit_seconds if over_time else None))
+        labels += _draw_other_curves(axes, other_curves, unit_seconds if over_time else None)
     labels += _draw_reference_rows(axes, results)
     # the axes, before the labels, whose heights depend on the limits
     axes.set(yscale="log", ylabel=metric_label(results.primary_metric))
@@ -170,14 +171,14 @@ def _choose_time_unit(longest: float) -> tuple[str, int]:
     return "s", 1
 
 
-def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, style: MethodStyle) -> Label:
+def _draw_distance_curve(
+    axes: Axes, curve: Curve, x: np.ndarray, is_known: np.ndarray, method: str, style: MethodStyle
+) -> Label:
     """Draw a distance curve with bars and a band of one standard deviation, and return the label of its end.
 
-    Points with an unknown value or `x` are left out. The caller ensures that a point is known: the time of step 0 is
-    known even without a clock. The caller also makes the y axis logarithmic, and writes the label.
+    Points that are not `is_known` are left out: values of an unfinished experiment may be missing, and times without a
+    clock. The caller ensures that a point is known, makes the y axis logarithmic, and writes the label.
     """
-    # values of an unfinished experiment may be missing, and times if there is no clock
-    is_known = np.isfinite(curve.mean) & np.isfinite(x)
     x, mean = x[is_known], curve.mean[is_known]
     std_above = np.nan_to_num(curve.std[is_known])  # no band where it is unknown
     std_below = np.minimum(std_above, mean * 0.999)  # a log axis has no zero
@@ -187,18 +188,20 @@ def _draw_distance_curve(axes: Axes, curve: Curve, x: np.ndarray, method: str, s
     return Label(float(mean[-1]), method, style["color"], bold=True, x=float(x[-1]))
 
 
-def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None) -> Label:
+def _draw_other_curves(axes: Axes, curves: list[Curve], unit_seconds: int | None) -> list[Label]:
     """Draw the range and the median of the curves of methods without a style, and return the label of the range.
 
-    A step is included if any curve has it. The x axis is the step if `unit_seconds` is None. Otherwise it is the
-    training time up to the step, mean over methods, in units of `unit_seconds`. The caller writes the label.
+    Without a known point, nothing is drawn and the list is empty. A step is included if any curve has it. The x axis is
+    the step if `unit_seconds` is None. Otherwise it is the training time up to the step, mean over methods, in units of
+    `unit_seconds`. The caller writes the label.
     """
     means = pd.concat([pd.Series(curve.mean, curve.steps) for curve in curves], axis=1).sort_index()  # a row per step
     x = means.index.to_numpy(float)
     if unit_seconds is not None:
         seconds = pd.concat([pd.Series(curve.seconds, curve.steps) for curve in curves], axis=1).sort_index()
         x = seconds.mean(axis=1).to_numpy(float) / unit_seconds
-    return draw_band(axes, x, means.to_numpy(float).T)
+    is_known = means.notna().any(axis=1) & np.isfinite(x)
+    return [draw_band(axes, x, means.to_numpy(float).T)] if is_known.any() else []
 
 
 def _draw_reference_rows(axes: Axes, results: Results) -> list[Label]:

@@ -35,7 +35,7 @@ def available_figures(results: Results) -> dict[str, DrawFunction]:
 
     Five figures need results that not every experiment has:
 
-    * ``validation_loss``: validation losses of all runs.
+    * ``validation_loss``: validation losses of all common snapshots.
     * ``conditional_samples``: text or low resolution as a condition. The figure also reads the saved samples of the
       last snapshots, whose existence is not checked here.
     * ``training_loss``: a metrics.jsonl of any run that is not empty.
@@ -43,7 +43,7 @@ def available_figures(results: Results) -> dict[str, DrawFunction]:
     * ``metric_vs_option``: a sweep.
 
     Raises:
-        KairosError: a metrics.jsonl is damaged.
+        KairosError: a metrics.jsonl is damaged, or no snapshot after step 0 is evaluated for all methods.
     """
     conditions = set(results.experiment.conditions)
     grid_files = [snapshot.grid_file for _, snapshot in results.run_snapshots]
@@ -63,8 +63,8 @@ def draw_figures(results: Results, folder: Path) -> None:
     Files of these names are replaced.
 
     Raises:
-        KairosError: a file that a figure shows is missing or damaged, or methods are to be selected without a common
-            snapshot (see `select_shown_methods`).
+        KairosError: a file that a figure shows is missing or damaged, or no snapshot after step 0 is evaluated for all
+            methods.
     """
     styles = plot_style.assign_styles(select_shown_methods(results), results.baseline)
     for name, draw in available_figures(results).items():

@@ -150,13 +150,14 @@ def _solver_settings(protocol: Record) -> Record:
 def _validation_size(results: Results) -> tuple[int, int] | None:
     """Return the numbers of held-out images and of strata, without the first and last cell, of validation losses.
 
-    The result is None if a run has no validation loss per timestep at its last snapshot. Both numbers are from the last
-    snapshot of the first run. If its record lacks the number of images, as in earlier versions, the number follows from
-    the experiment and the data set.
+    The result is None if a common snapshot has no validation loss per timestep. Both numbers are from the last common
+    snapshot of the first method and seed. If its record lacks the number of images, as in earlier versions, the number
+    follows from the experiment and the data set.
     """
     if not results.has_validation_losses:
         return None
-    validation = results.runs[0].last_snapshot.evaluation["validation"]
+    snapshots_of_first_method = results.common_snapshots[results.methods[0]]
+    validation = snapshots_of_first_method[0].evaluation["validation"]
     default_image_count = min(results.experiment.evaluation.loss_images, results.dataset["heldout_count"])
     image_count = validation.get("images", default_image_count)
     stratum_count = len(validation["per_timestep"]) - 2  # without the first and the last cell
