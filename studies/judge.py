@@ -117,6 +117,22 @@ def drop_unfinished_settings(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["setting"].isin(finished)]
 
 
+def drop_settings_without(method: str, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of settings that have a method, and print the other settings to standard error.
+
+    A setting also lacks uniform if every metric is missing in a snapshot of uniform.
+    """
+    kept = []
+    for setting, setting_rows in rows.groupby("setting", sort=False):
+        method_rows = setting_rows[setting_rows["method"] == method]
+        has_metric = method_rows[list(METRICS)].notna().all().any()
+        if method_rows.empty or (method == "uniform" and not has_metric):
+            print(f"{setting}: no {method}, left out", file=sys.stderr)
+        else:
+            kept.append(setting)
+    return rows[rows["setting"].isin(kept)]
+
+
 def log_values_at(rows: pd.DataFrame, metric: str, time: float) -> "pd.Series[float]":
     """Return the logarithm of a metric at a time, interpolated between snapshots, by seed.
 
@@ -135,13 +151,13 @@ def log_times_to_reach(rows: pd.DataFrame, metric: str, targets: "pd.Series[floa
     Args:
         rows: snapshots of one method and setting.
         metric: column of the metric, of which lower is better.
-        targets: logarithm of the value to reach, by seed.
+        targets: logarithm of the value to reach, by seed; a seed without a target has the time NaN.
     """
     times = {}
     for seed, seed_rows in rows.sort_values("time").groupby("seed"):
         log_times = np.log(seed_rows["time"].to_numpy())
         log_values = np.log(seed_rows[metric].to_numpy())
-        times[seed] = crossing_cost(log_times, log_values, targets[seed])
+        times[seed] = crossing_cost(log_times, log_values, targets.get(seed, math.nan))
     return pd.Series(times, dtype=float)
 
 
@@ -162,7 +178,7 @@ def iterate_metrics(rows: pd.DataFrame) -> Iterator[tuple[str, str, dict[Any, pd
     """Yield setting, metric, rows by method, time of uniform's last snapshot, and best fixed method at that time.
 
     The best fixed method is uniform if the setting has none of `FIXED`. A metric that a snapshot of uniform lacks is
-    left out.
+    left out. The caller ensures that every setting has uniform, see `drop_settings_without`.
     """
     for (setting,), setting_rows in rows.groupby(["setting"]):
         rows_by_method = dict(list(setting_rows.groupby("method")))
@@ -256,7 +272,7 @@ def goal(rows: pd.DataFrame, method: str) -> pd.DataFrame:
 
     The goal is to be at least as good as the best fixed method at equal time, and to reach both final values sooner.
     Returns a row per metric, question and setting, with ratio, interval, p and corrected p. In rows of setting ``all``,
-    each seed has the geometric mean over settings.
+    each seed has the geometric mean over settings. The caller ensures that every setting has `method` and uniform.
     """
     # logarithms of ratios by seed, by metric and question, then by setting
     logs: dict[tuple[str, str], dict[str, pd.Series[float]]] = {}
@@ -265,8 +281,9 @@ def goal(rows: pd.DataFrame, method: str) -> pd.DataFrame:
         method_rows, fixed_rows = rows_by_method[method], rows_by_method[best_fixed]
         best_fixed_methods[setting, metric] = best_fixed
         method_values = log_values_at(method_rows, metric, end_time)
+        fixed_values = log_values_at(fixed_rows, metric, end_time)
         answers = {
-            "value over the best fixed": method_values - log_values_at(fixed_rows, metric, end_time),
+            "value over the best fixed": (method_values - fixed_values).loc[method_values.index],
             "speed to the best fixed": log_speedups(method_rows, fixed_rows, metric, end_time),
             "speed to uniform": log_speedups(method_rows, rows_by_method["uniform"], metric, end_time),
         }
@@ -291,7 +308,8 @@ def rates(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Return a table per metric of ratios to uniform at learning rate factor 1, at equal time.
 
     A row is a method, and a column is a pair of setting and factor. The setting ``<setting>_lr<factor>`` of `rows`
-    contains the snapshots of another factor than 1. Only seeds and methods that every factor has are included.
+    contains the snapshots of another factor than 1. Only seeds and methods that every factor has are included. Settings
+    without uniform at factor 1 are left out.
     """
     names = rows["setting"].str.extract(r"^(?P<setting>.*?)(?:_lr(?P<factor>.*))?$")
     rows = rows.assign(setting=names["setting"], factor=names["factor"].fillna("1").astype(float))
@@ -303,7 +321,9 @@ def rates(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     for metric, columns in ratios.items():
         for setting, setting_rows in rows.groupby("setting"):
             rows_by_method_and_factor = dict(list(setting_rows.groupby(["method", "factor"])))
-            uniform_rows = rows_by_method_and_factor["uniform", 1.0]
+            uniform_rows = rows_by_method_and_factor.get(("uniform", 1.0))
+            if uniform_rows is None:
+                continue
             end_time = uniform_rows["time"].max()
             uniform_values = log_values_at(uniform_rows, metric, end_time)
             for (method, factor), method_rows in rows_by_method_and_factor.items():
@@ -319,7 +339,8 @@ def power(rows: pd.DataFrame, seeds: int, comparisons: int) -> pd.DataFrame:
     ``spread_of_log_ratio`` is the standard deviation over seeds of a method's log ratio to uniform, pooled over
     methods. ``smallest_difference_%`` is the smallest true difference that `seeds` seeds detect at the strictest level
     of Holm's correction for `comparisons` comparisons. ``uniform`` is uniform's value at the end; the rows of the
-    distance also contain the reference rows ``floor`` and ``gaussian``.
+    distance also contain the reference rows ``floor`` and ``gaussian``. The caller ensures that every setting has
+    uniform.
     """
     power_rows = []
     for (setting,), setting_rows in rows.groupby(["setting"]):
@@ -381,6 +402,10 @@ def main() -> None:
         arguments.power or arguments.goal or arguments.page or arguments.figure or arguments.rates
     ):
         parser.error("--profile cannot be combined with --power, --goal, --page, --figure or --rates")
+    if arguments.seeds < 2:  # a standard deviation needs two
+        parser.error(f"--seeds: got {arguments.seeds}, allowed: at least 2")
+    if arguments.comparisons < 1:
+        parser.error(f"--comparisons: got {arguments.comparisons}, allowed: at least 1")
     if arguments.round == "final" and not arguments.table:
         parser.error("final: pass --table studies/results/tuned_final.csv, which studies/tuned.py writes")
     try:
@@ -407,8 +432,15 @@ def main() -> None:
     if arguments.out:
         rows.to_csv(arguments.out, index=False, float_format="%.6g", lineterminator="\n")
     if arguments.rates:
-        print(page.format_rates(rates(rows)))
+        ratios = rates(rows)
+        if all(ratios_of_metric.empty for ratios_of_metric in ratios.values()):
+            parser.error("--rates: no setting has uniform at learning rate factor 1 with the seeds of all factors")
+        print(page.format_rates(ratios))
         return
+    for method in dict.fromkeys(["uniform", arguments.goal or "uniform"]):
+        rows = drop_settings_without(method, rows)
+        if rows.empty:
+            parser.error(f"--table: no setting with {method} is left")
     if arguments.profile:
         times = {metric: relative_times_to_target(rows, metric) for metric in METRICS}
         page.draw_profile(times, arguments.profile)

@@ -131,12 +131,17 @@ def _markdown(tables: dict[Any, pd.DataFrame]) -> str:
 def _cell(row: Any) -> str:
     """Return the text of a row of ``judge.table``: ratio, interval and corrected p, such as ``0.950 (0.910 to 0.990)``.
 
-    A p of 1 is left out. For uniform, the text is its value. Without a row or a value it is ``unfinished``.
+    A p of 1 is left out, and so are interval and p of a single seed. For uniform, the text is its value. Without a row,
+    a value or a ratio it is ``unfinished``.
     """
     if row is None or math.isnan(row.value):
         return "unfinished"
     if row.method == "uniform":
         return f"{row.value:.3g}"
+    if math.isnan(row.ratio):  # uniform lacks a seed of the method
+        return "unfinished"
+    if row.seeds == 1:
+        return f"{row.ratio:.3f}"
     p = f", p {row.p_holm:.2g}" if row.p_holm < 1 else ""
     return f"{row.ratio:.3f} ({row.low:.3f} to {row.high:.3f}{p})"
 
@@ -165,8 +170,9 @@ def draw(judged: pd.DataFrame, path: Path, metrics: Sequence[str], level: float)
                     axes.plot([low, high], [height, height], color="C0", lw=1.5)
                     axes.plot(ratio, height, "o", color="C0", ms=5, mfc="C0" if p < level else "white")
             axes.axvline(1, color="0.5", lw=1)
-            left = panel_rows["low"].clip(1 / SHOWN, 1).min()
-            right = panel_rows["high"].clip(1, SHOWN).max()
+            # the axis contains 1; an interval is unknown with one seed, and a setting may lack the metric
+            shown = panel_rows[["ratio", "low", "high"]].clip(1 / SHOWN, SHOWN).to_numpy()
+            left, right = np.nanmin(shown, initial=1), np.nanmax(shown, initial=1)
             axes.set(xscale="log", yticks=range(len(methods)), yticklabels=methods, title=f"{setting}: {metric}")
             axes.set_xlim(left**1.05 / 1.005, right**1.05 * 1.005)  # a margin on the logarithmic axis
             axes.xaxis.set_major_locator(MaxNLocator(5))

@@ -320,6 +320,8 @@ def test_the_readme_contains_the_tables_of_the_rounds():
         (["--table", str(STUDIES / "README.md")], "--table: a file is not CSV"),
         (["--table", str(STUDIES / "why/digits.csv")], "--table: no column distance, "),
         (["--goal", "other"], "--goal: got other, allowed: auto, "),
+        (["--power", "--seeds", "1"], "--seeds: got 1, allowed: at least 2"),
+        (["--power", "--comparisons", "0"], "--comparisons: got 0, allowed: at least 1"),
         (["--goal", "auto", "--page"], "--page and --figure show the table"),
     ],
 )
@@ -328,6 +330,62 @@ def test_bad_arguments_are_rejected_without_a_traceback(monkeypatch, capsys, arg
     with pytest.raises(SystemExit, match="2"):
         judge.main()
     assert error in capsys.readouterr().err
+
+
+def run_judge(monkeypatch, capsys, tmp_path, rows, *arguments):
+    """Run the program on a table of the second round, and return what it prints to standard output and error."""
+    rows.to_csv(tmp_path / "table.csv", index=False)
+    monkeypatch.setattr("sys.argv", ["judge.py", "second", "--table", str(tmp_path / "table.csv"), *arguments])
+    judge.main()
+    return capsys.readouterr()
+
+
+PARTIAL_METHODS = {"uniform": (1, 1), "min_snr": (0.8, 1), "auto": (0.7, 1)}
+
+
+@pytest.mark.parametrize("method", ["uniform", "auto", "min_snr"])
+@pytest.mark.parametrize("evaluation", ["--page", "--goal", "--power", "--profile", "--figure"])
+def test_a_method_may_lack_a_seed(monkeypatch, capsys, tmp_path, method, evaluation):
+    rows = curves(PARTIAL_METHODS, 3, 0.1)
+    rows = rows[(rows["method"] != method) | (rows["seed"] > 0)]
+    values = {"--goal": ["auto"], "--profile": [str(tmp_path / "out.png")], "--figure": [str(tmp_path / "out.png")]}
+    output = run_judge(monkeypatch, capsys, tmp_path, rows, evaluation, *values.get(evaluation, []))
+    assert "distance" in output.out and not output.err
+    if evaluation == "--page":
+        cells = dict(re.findall(r"^\| (\w+) \| (.*) \|$", output.out.split("\n\n")[0], re.MULTILINE))
+        unfinished = {name for name, cell in cells.items() if cell == "unfinished"}
+        assert "nan" not in output.out and unfinished == ({"auto", "min_snr"} if method == "uniform" else set())
+
+
+@pytest.mark.parametrize("absent", ["uniform", "auto"])
+def test_a_setting_without_a_required_method_is_left_out(monkeypatch, capsys, tmp_path, absent):
+    rows = curves(PARTIAL_METHODS, 3, 0.1)
+    partial = rows[rows["method"] != absent].assign(setting="partial")
+    output = run_judge(monkeypatch, capsys, tmp_path, pd.concat([rows, partial]), "--goal", "auto")
+    assert f"partial: no {absent}, left out" in output.err and "partial" not in output.out
+    expected = run_judge(monkeypatch, capsys, tmp_path, rows, "--goal", "auto")
+    assert output.out == expected.out
+    with pytest.raises(SystemExit, match="2"):
+        run_judge(monkeypatch, capsys, tmp_path, partial, "--goal", "min_snr" if absent == "uniform" else "auto")
+
+
+def test_page_and_figure_show_a_single_seed_and_a_setting_without_a_metric(monkeypatch, capsys, tmp_path):
+    rows = curves(PARTIAL_METHODS, 1, 0.1)
+    rows = pd.concat([rows, rows.assign(setting="t", val_loss=math.nan)])
+    arguments = ["--page", "--figure", str(tmp_path / "figure.png")]
+    output = run_judge(monkeypatch, capsys, tmp_path, rows, *arguments)
+    assert "nan" not in output.out and re.search(r"\| auto \| 0\.\d{3} \| 0\.\d{3} \|", output.out)
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_rates_leave_out_a_setting_without_uniform(monkeypatch, capsys, tmp_path):
+    rows = curves(PARTIAL_METHODS, 2)
+    partial = rows[rows["method"] != "uniform"].assign(setting="t")
+    rows = pd.concat([rows, rows.assign(setting="s_lr0.5"), partial])
+    assert "| distance | s at 0.5, 1 |" in run_judge(monkeypatch, capsys, tmp_path, rows, "--rates").out
+    with pytest.raises(SystemExit, match="2"):
+        run_judge(monkeypatch, capsys, tmp_path, partial, "--rates")
+    assert "no setting has uniform" in capsys.readouterr().err
 
 
 def test_values_by_learning_rate_are_relative_to_uniform_at_its_learning_rate():
