@@ -216,10 +216,10 @@ def test_validation_losses_of_unequally_long_runs_are_compared_at_their_last_com
         method: read_json(tree[1] / method / "seed0/evaluation/0000400.json")["validation"]["per_timestep"]
         for method in collected.methods
     }
-    drawn = {line.get_label(): line.get_ydata() for line in figure.axes[-1].get_lines()}
+    curves = {line.get_label(): line.get_ydata() for line in figure.axes[-1].get_lines()}
     for method, record in records.items():  # of seed 0, the only one that all methods have at step 400
         ratios = [entry["loss"] / baseline["loss"] for entry, baseline in zip(record, records["uniform"])]
-        assert drawn[method] == pytest.approx(ratios)
+        assert curves[method] == pytest.approx(ratios)
 
 
 def test_one_image_is_shown_by_method_and_snapshot(tree):

@@ -64,8 +64,8 @@ def encode(
 
     Raises:
         ConfigError: the factor does not divide the sides of the images, or a shard is requested without an autoencoder.
-        KairosError: the autoencoder is for images of another shape, the folder of a shard or of stage text cannot be
-            used, a latent is too large for `dtype`, or another process is writing the folder.
+        KairosError: the autoencoder is for images of another shape, or the folder of a shard or of stage text cannot be
+            used. Also if a latent is too large for `dtype`, or another process is writing the folder.
     """
     _check_shapes(dataset, codec, factor)
     identity = {
