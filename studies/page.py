@@ -140,7 +140,7 @@ def _cell(row: Any) -> str:
         return f"{row.value:.3g}"
     if math.isnan(row.ratio):  # uniform lacks a seed of the method
         return "unfinished"
-    if row.seeds == 1:
+    if math.isnan(row.low):  # one seed, or the runs of the method are uniform's
         return f"{row.ratio:.3f}"
     p = f", p {row.p_holm:.2g}" if row.p_holm < 1 else ""
     return f"{row.ratio:.3f} ({row.low:.3f} to {row.high:.3f}{p})"
