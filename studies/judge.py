@@ -120,7 +120,7 @@ def drop_unfinished_settings(rows: pd.DataFrame) -> pd.DataFrame:
 def drop_settings_without(method: str, rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of settings that have a method, and print the other settings to standard error.
 
-    A setting also lacks uniform if every metric is missing in a snapshot of uniform.
+    Uniform also counts as missing if no metric was measured at all of its snapshots.
     """
     kept = []
     for setting, setting_rows in rows.groupby("setting", sort=False):

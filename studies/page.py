@@ -131,8 +131,8 @@ def _markdown(tables: dict[Any, pd.DataFrame]) -> str:
 def _cell(row: Any) -> str:
     """Return the text of a row of ``judge.table``: ratio, interval and corrected p, such as ``0.950 (0.910 to 0.990)``.
 
-    A p of 1 is left out, and so are interval and p of a single seed. For uniform, the text is its value. Without a row,
-    a value or a ratio it is ``unfinished``.
+    A p of 1 is left out. Interval and p are left out with one seed, or if the method's runs are uniform's. For uniform,
+    the text is its value. Without a row, a value or a ratio it is ``unfinished``.
     """
     if row is None or math.isnan(row.value):
         return "unfinished"

@@ -262,7 +262,7 @@ def test_missing_and_malformed_files_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "no.yaml")
     (tmp_path / "a.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match="not YAML"):
+    with pytest.raises(ConfigError, match=r"a\.yaml: .*YAML.* line "):
         load(tmp_path / "a.yaml")
     (tmp_path / "c.yaml").write_text("a: 1\nmethods: {}\nmethods: {}\n")
     with pytest.raises(ConfigError, match="repeated key: methods"):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-DEVICE_PATTERN = r"auto|cpu|cuda(:\d+)?"  # of the names that kairos accepts
+DEVICE_PATTERN = r"auto|cpu|cuda(:\d+)?"  # regular expression of the device names that kairos accepts
 
 
 def has_nvidia_driver() -> bool:

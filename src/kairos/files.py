@@ -431,7 +431,7 @@ def try_lock(file: IO[Any], timeout: float, conflict: str, to_move: str) -> bool
 
 @contextmanager
 def lock_folder(folder: Path, path: Path | None = None) -> Iterator[None]:
-    """Hold the lock of a folder in which the block writes files of fixed names, so that one process at a time does.
+    """Hold the lock of a folder while the block writes into it, so that only one process writes there at a time.
 
     The file of the lock is deleted at the end. A killed process may leave the file, but not the lock.
 

@@ -55,7 +55,7 @@ class AutoencoderConfig(Section):
 
     @property
     def factor(self) -> int:
-        """Factor by which an autoencoder of kind ``train`` reduces the sides: each level but the first halves them."""
+        """Downsampling factor of an autoencoder of kind ``train``: each level except the last halves the sides."""
         return int(2 ** (len(self.channels) - 1))
 
     def check_trainable_on(self, shape: tuple[int, int, int]) -> None:

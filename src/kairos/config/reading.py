@@ -88,7 +88,7 @@ def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
         advice = "pass an experiment file such as params.yaml"
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not YAML in UTF-8: {_describe(error)}") from None
+        raise ConfigError(f"{path}: cannot be read as YAML in UTF-8: {_describe(error)}") from None
     return apply_extends(values, path, extending)
 
 

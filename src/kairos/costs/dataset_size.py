@@ -232,7 +232,7 @@ def latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple[
         arrays = 1 if pretrained.get("_class_name") in ("AutoencoderTiny", "VQModel") else 2
     if not image_shape or not level_channels:
         return None, arrays
-    factor = 2 ** (len(level_channels) - 1)  # each level but the first halves the sides
+    factor = 2 ** (len(level_channels) - 1)  # each level except the last halves the sides
     if config.kind == "pretrained":
         check_image_size(image_shape, factor, f"the autoencoder {config.path}")
     else:

@@ -75,9 +75,9 @@ class DatasetConfig(Section):
     def _check_source(self) -> None:
         """Check that path, list of files, flips and held-out images fit the kind of source.
 
-        Digits have no flips, and `heldout` is a share; all other sources need a path, which is no absolute path for the
-        hub. A share is at least 0 and below 1. Other held-out images have another path, split or list than the training
-        images; it may be missing. A list of files is for folders and zips only.
+        Digits have no flips, and `heldout` is a share; all other sources need a path. With source hub it must not start
+        with a slash. A share is at least 0 and below 1. Other held-out images have another path, split or list than the
+        training images; it may be missing. A list of files is for folders and zips only.
 
         Raises:
             ConfigError: a field does not fit.

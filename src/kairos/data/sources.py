@@ -320,8 +320,8 @@ def _open_zip(config: DatasetConfig) -> Source:
 def _number_classes(names: list[str] | list[int]) -> tuple[np.ndarray, list[str]]:
     """Return the class number of each image, int64 (n,), and the sorted class names, from each image's class name.
 
-    A name that is a number becomes a text. Numbers that do not occur are no classes, of which a class-conditional model
-    would generate samples without having seen an image.
+    Numbers become texts. A number without an image is no class: a class-conditional model would otherwise generate
+    samples of a class on which it was never trained.
     """
     classes, labels = np.unique(names, return_inverse=True)
     return labels.astype(np.int64), [str(name) for name in classes.tolist()]

@@ -340,7 +340,7 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements, see
     Args:
         selection: experiments, each with its selected methods.
         measurements: joined measurements of the selection.
-        seed_count: number of seeds that tests are over, see `MethodComparison.seed_count`.
+        seed_count: number of seeds in the significance tests, see `MethodComparison.seed_count`.
     """
     # missing and outdated results, and results that differ in code or rounding
     for (results, _), label in zip(selection, _experiment_labels(selection)):

@@ -1,8 +1,8 @@
 """The identity of a training run: the hash of the settings, inputs and code that decide its trajectory.
 
 The identity does not depend on the number of steps, segments, logging, paths or versions of packages. A longer run
-with an equal identity therefore resumes where the shorter one ended. The exception are learning-rate schedules that end
-at the last milestone: the identity includes this step, so a longer run starts from step 0.
+with an equal identity therefore resumes where the shorter one ended. If the learning-rate schedule ends at
+the last milestone, the identity includes this step, and a longer run starts from step 0.
 This module imports no torch, because the workflow uses it.
 """
 
