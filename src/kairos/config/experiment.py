@@ -327,7 +327,7 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
     if fingerprints and not fingerprints_file(path).exists():
         write_json(fingerprints_file(path), fingerprints)
     if path.exists():
-        with suppress(PermissionError):  # another user's file
+        with suppress(OSError):  # another user's file, or a read-only file system
             os.utime(path)
     else:
         write_text(path, yaml.safe_dump(plain, sort_keys=False))
