@@ -12,6 +12,7 @@ from kairos_timesteps.coordinates import POINTS, RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import spline
+from kairos_timesteps.registry import sampler
 from marks import mark_long
 
 FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity))
@@ -438,3 +439,24 @@ def test_the_points_of_draws_do_not_depend_on_torchs_default_type(points, kind):
     finally:
         torch.set_default_dtype(default)
     assert torch.equal(draws, again)
+
+
+class _Late(FixedDensity):
+    """Density that never draws the upper half from step 100 on."""
+
+    context_names = ("step",)
+
+    def cdf(self, u, *, step=0, **context):
+        return u if step < 100 else (2 * u).clip(0, 1)
+
+
+def test_a_plugin_curriculum_is_checked_at_its_end():
+    sampler("late", "a curriculum that ends in half of the process")(_Late)
+    try:
+        make_strategy("late")
+        with pytest.raises(ConfigError, match="importance"):
+            make_strategy("late", importance=True)
+        with pytest.raises(ConfigError, match="an interval where the density has mass"):
+            make_strategy("range", low=0.6, density="late")
+    finally:
+        del SAMPLERS["late"]

@@ -160,7 +160,7 @@ class Sampler(Stateful):
     )
 
     context_names: tuple[str, ...] = ()
-    checked_steps: tuple[float, ...] = (0,)
+    checked_steps: tuple[float, ...] = (0, 10**9)  # the second is after the end of every curriculum
     points: str = "random"
     per_image = False  # each image has its own density
     decorator: Any  # of `density`

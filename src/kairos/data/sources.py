@@ -317,14 +317,15 @@ def _open_zip(config: DatasetConfig) -> Source:
     )
 
 
-def _number_classes(names: list[str] | list[int]) -> tuple[np.ndarray, list[str]]:
+def _number_classes(names: list[Any]) -> tuple[np.ndarray, list[str]]:
     """Return the class number of each image, int64 (n,), and the sorted class names, from each image's class name.
 
-    Numbers become texts. A number without an image is no class: a class-conditional model would otherwise generate
-    samples of a class on which it was never trained.
+    Names are texts or integers; integers become texts. A number without an image is no class: a class-conditional model
+    would otherwise generate samples of a class on which it was never trained.
     """
-    classes, labels = np.unique(names, return_inverse=True)
-    return labels.astype(np.int64), [str(name) for name in classes.tolist()]
+    classes = sorted(set(names))  # not np.unique, which converts large integers to float64
+    number_of = {name: number for number, name in enumerate(classes)}
+    return np.array([number_of[name] for name in names], np.int64), [str(name) for name in classes]
 
 
 def parquet_files(config: DatasetConfig) -> list[str]:
