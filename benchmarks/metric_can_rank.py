@@ -26,7 +26,7 @@ from kairos.costs import new_experiment
 from kairos.data.latents import open_latents
 from kairos.evaluation.separation import reason_not_to_rank
 from kairos.evaluation.settings import ClassifierOptions, LossSettings
-from kairos.evaluation.validation import validation_loss
+from kairos.evaluation.validation import epsilon_loss
 from kairos.files import read_json
 from kairos.milestones import open_milestone, step_name
 
@@ -86,7 +86,7 @@ def loss_differences(file: Path, results: Path, first: int, last: int, seeds: in
         folder = results / "uniform" / f"seed{seed}"
         run("train", "--config", file, "--method", "uniform", "--seed", seed, "--out", folder)
         milestones = [open_milestone(folder / "milestones" / step_name(step), "ema", "cpu") for step in (first, last)]
-        early, late = (validation_loss(milestone, latents, settings)["loss"] for milestone in milestones)
+        early, late = (epsilon_loss(milestone, latents, settings)["loss_epsilon"] for milestone in milestones)
         losses.append((early, late))
     return losses
 

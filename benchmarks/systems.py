@@ -136,7 +136,7 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
     from kairos.config import validate
     from kairos.data.latents import open_latents
     from kairos.evaluation.settings import LossSettings
-    from kairos.evaluation.validation import validation_loss
+    from kairos.evaluation.validation import epsilon_loss
     from kairos.forward_process import build_process, output_channels
     from kairos.milestones import open_milestone
 
@@ -183,7 +183,7 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
             losses = []  # before and after training
             for step in (0, steps):
                 milestone = open_milestone(training / "milestones" / f"{step:07d}", "raw")
-                losses.append(validation_loss(milestone, latents, settings)["loss"])
+                losses.append(epsilon_loss(milestone, latents, settings)["loss_epsilon"])
             parameters = sum(value.numel() for value in milestone.model.parameters())
             rows.append({
                 "system": name, "method": method, "small_parameters": parameters, "steps": steps,

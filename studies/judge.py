@@ -35,7 +35,7 @@ from kairos.report.collect import collect
 from kairos.report.ranking import correct_after_holm, crossing_cost, smallest_detectable_log_ratio
 from kairos_timesteps.errors import ConfigError, KairosError
 
-METRICS = ("distance", "val_loss", "val_mlperf8")
+METRICS = ("distance", "val_loss_epsilon", "val_mlperf8")
 FIXED = ("log_normal", "laplace", "two_phase", "min_snr", "p2", "speed")  # densities and weights that do not learn
 LEVEL = 0.05
 
@@ -83,7 +83,8 @@ def read_experiment(folder: Path) -> pd.DataFrame:
                     "time": milestone.step * ratio,
                     "seconds": training.seconds_by_step.get(milestone.step),
                     "distance": milestone.measured_values[results.distance_metric],
-                    **{name: milestone.measured_values.get(name) for name in METRICS[1:]},
+                    "val_loss_epsilon": milestone.measured_values.get("val_loss_epsilon"),
+                    "val_mlperf8": milestone.measured_values.get(f"val_mlperf8_{diffusion.prediction_name}"),
                     **reference,
                 }
             )

@@ -23,7 +23,7 @@ COLUMNS = {  # setting: metric and title of its column
     "fashion_mnist_latents": ("distance", "v in latents (Fashion-MNIST)"),
     "cifar10": ("distance", "flow matching in pixels (CIFAR-10)"),
     "cifar10_edm": ("distance", "EDM in pixels (CIFAR-10)"),
-    "digits": ("val_loss", "validation loss, epsilon in pixels (digits)"),
+    "digits": ("val_loss_epsilon", "error of epsilon in pixels (digits)"),
 }
 NAMES = {  # method in the results: name in the figure; for options and weightings see studies/tuning.yaml
     "log_normal": "log_normal",

@@ -190,8 +190,8 @@ def _write_milestone(
     for t0 in range(0, T, 5):
         tilt = 1 + 0.1 * list(METHODS).index(method) * (t0 / T - 0.5)
         loss = float((0.9 * np.exp(-t0 / 40) + 2 / (step + 50)) * tilt)
-        strata.append({"u": [t0 / T, (t0 + 5) / T], "t": t0 + 2, "loss": loss, "vlb": 0.01 * loss})
-    loss = float(np.mean([entry["loss"] for entry in strata]))
+        strata.append({"u": [t0 / T, (t0 + 5) / T], "t": t0 + 2, "loss_epsilon": loss, "vlb": 0.01 * loss})
+    loss = float(np.mean([entry["loss_epsilon"] for entry in strata]))
     write_json(
         folder / "evaluation" / f"{step:07d}.json",
         {
@@ -206,7 +206,9 @@ def _write_milestone(
                 "reference_hash": REFERENCE_HASH, "sample_seed": 0, "eval_seed": 0,
                 "identity": identity,
             },
-            "validation": {"loss": loss, "vlb": loss / 30, "vlb_without_last": loss / 31, "per_timestep": strata},
+            "validation": {
+                "loss_epsilon": loss, "vlb": loss / 30, "vlb_without_last": loss / 31, "per_timestep": strata,
+            },
             "warnings": ["fewer than ten times as many images as features"] if step == 0 else [],
         },
     )  # fmt: skip

@@ -121,7 +121,7 @@ def test_methods_are_compared_by_any_measured_value(tree, compare, capsys):
 
     assert main(["compare", str(tree[1]), "--metric", "kids"]) == 2
     message = capsys.readouterr().err
-    assert all(text in message for text in ("--metric", "kids", "kid", "val_loss", results_tree.METRIC))
+    assert all(text in message for text in ("--metric", "kids", "kid", "val_loss_epsilon", results_tree.METRIC))
     assert "_spread" not in message and "_sets" not in message
 
 
@@ -147,7 +147,17 @@ def test_a_note_reports_too_few_seeds_with_positive_values(tmp_path, capsys):
 
 
 def test_higher_values_are_better_in_these_columns():
-    columns = ["fid", "frechet_classifier64", "kid", "val_loss", "precision", "recall", "psnr", "isc", "clip_score"]
+    columns = [
+        "fid",
+        "frechet_classifier64",
+        "kid",
+        "val_loss_epsilon",
+        "precision",
+        "recall",
+        "psnr",
+        "isc",
+        "clip_score",
+    ]
     assert [column for column in columns if is_higher_better(column)] == columns[4:]
 
 
@@ -193,21 +203,29 @@ def test_seeds_whose_metric_is_not_positive_have_no_differences(small, capsys):
     assert "recall" in (message := capsys.readouterr().err) and "0 or negative" in message
 
 
-def test_mlperf8_is_not_compared_across_prediction_targets(tmp_path, compare, capsys):
+def test_errors_of_different_predictions_are_not_compared(tmp_path, compare, capsys):
+    """The error of epsilon and the error of v are different quantities, so they have different columns."""
     folders = []
     for prediction in ("epsilon", "v"):
         _, results = results_tree.write(tmp_path / prediction, seeds=(0, 1), methods=("uniform", "min_snr"))
         folders.append(results)
-        edit(results, "*/seed*/evaluation/*.json", lambda record: record["validation"].update(mlperf8=0.5))
+
+        def rename_loss(record, prediction=prediction):
+            validation = record["validation"]
+            loss = validation.pop("loss_epsilon")
+            validation |= {f"loss_{prediction}": loss, f"mlperf8_{prediction}": 0.5}
+
+        edit(results, "*/seed*/evaluation/*.json", rename_loss)
         edit(
             results,
             "*/seed*/milestones/*/milestone.json",
             lambda record, prediction=prediction: record["config"]["diffusion"].update(prediction=prediction),
         )
-    assert main(["compare", *map(str, folders), "--metric", "val_mlperf8"]) == 1
-    message = capsys.readouterr().err
-    assert all(text in message for text in ("diffusion.prediction", "epsilon", "v in"))
-    compare(folders[0], "--metric", "val_mlperf8")
+    for metric in ("val_mlperf8_v", "val_loss_epsilon"):
+        assert main(["compare", *map(str, folders), "--metric", metric]) == 2
+        message = capsys.readouterr().err
+        assert metric in message and "val_vlb" in message, "errors of epsilon in both experiments are allowed"
+    compare(folders[0], "--metric", "val_mlperf8_epsilon")
     compare(*folders)  # distances do not depend on the prediction target
 
 

@@ -302,12 +302,12 @@ def noise_in(process, x, t):
 
 def test_the_validation_loss_of_known_networks_equals_closed_forms():
     process, result = loss_of(lambda process, x, t: 0 * x)
-    assert result["loss"] == pytest.approx(1.0, abs=0.1), "predicting nothing leaves the noise's variance"
+    assert result["loss_epsilon"] == pytest.approx(1.0, abs=0.1), "predicting nothing leaves the noise's variance"
     _, perfect = loss_of(lambda process, x, t: noise_in(process, x, t).float())
-    assert perfect["loss"] == pytest.approx(0, abs=1e-8)
+    assert perfect["loss_epsilon"] == pytest.approx(0, abs=1e-8)
     # a constant error of 0.5 is 0.25 at every timestep: the VLB mean is that of c itself, exactly
     _, constant = loss_of(lambda process, x, t: noise_in(process, x, t).float() + 0.5)
-    assert constant["loss"] == pytest.approx(0.25, rel=1e-5)
+    assert constant["loss_epsilon"] == pytest.approx(0.25, rel=1e-5)
     assert constant["vlb"] == pytest.approx(0.25 * process.schedule.vlb.mean(), rel=1e-5)
     without = process.schedule.vlb[:-1].sum() / 50
     assert constant["vlb_without_last"] == pytest.approx(0.25 * without, rel=1e-5)
@@ -345,34 +345,89 @@ def test_the_validation_loss_of_a_continuous_process_covers_its_times(name, firs
         a["t"] < b["t"] for a, b in itertools.pairwise(rows)
     )
     if name != "vp":
-        assert result["loss"] == pytest.approx(0, abs=1e-5)
+        quantity = {"edm": "x0", "flow": "velocity"}[name]
+        assert result[f"loss_{quantity}"] == pytest.approx(0, abs=1e-5)
     else:
-        assert 0 < rows[-1]["loss"] < 1e-4 < rows[0]["loss"], "x is the noise where no image is left"
+        assert 0 < rows[-1]["loss_epsilon"] < 1e-4 < rows[0]["loss_epsilon"], "x is the noise where no image is left"
 
 
 def test_the_validation_loss_is_computed_in_the_requested_precision():
     layer = torch.nn.Conv2d(1, 1, 1)
     seen = []
     network = lambda process, x, t: seen.append((x.dtype, layer(x).dtype)) or layer(x)  # noqa: E731
-    losses = [loss_of(network, precision=precision)[1]["loss"] for precision in ("fp32", "bf16")]
+    losses = [loss_of(network, precision=precision)[1]["loss_epsilon"] for precision in ("fp32", "bf16")]
     assert set(seen) == {(torch.float32, torch.float32), (torch.float32, torch.bfloat16)}
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
-def test_last_timestep_dominates_the_vlb_with_the_cosine_schedule():
-    _, result = loss_of(lambda process, x, t: 0 * x, discrete(schedule="cosine"))
-    assert result["vlb_without_last"] < 0.5 * result["vlb"]
+def test_vlb_without_the_last_timestep_exists_where_that_timestep_dominates():
+    """With the cosine schedule, a constant error of epsilon at t = T-1 is nearly the whole VLB, but not one of v."""
+    process, result = loss_of(lambda process, x, t: noise_in(process, x, t).float() + 0.5, discrete(schedule="cosine"))
+    without = process.schedule.vlb[:-1].sum() / 50
+    assert result["vlb_without_last"] == pytest.approx(0.25 * without, rel=1e-5) and without < 0.5 * result["vlb"]
+    _, result = loss_of(lambda process, x, t: 0 * x, discrete(schedule="cosine", prediction="v"))
+    assert "vlb_without_last" not in result, "it would equal vlb in all shown digits"
 
 
-def test_the_validation_loss_is_the_error_of_epsilon_for_every_prediction():
-    """All three networks know x0 = 0 and have no error; all networks get the same noise."""
+@pytest.mark.parametrize(
+    "name,prediction,quantity",
+    [
+        ("discrete", "epsilon", "epsilon"),
+        ("discrete", "x0", "x0"),
+        ("discrete", "v", "v"),
+        ("edm", None, "x0"),
+        ("flow", None, "velocity"),
+    ],
+)
+def test_validation_losses_are_named_after_their_quantity(name, prediction, quantity):
+    """With x0 = 0 and a prediction that is 0.5 too high, each error is known."""
+    options = {"edm": {"sigma_data": 0.5}, "discrete": {"timesteps": 50}}.get(name, {})
+    process = make_process({"name": name, **options}, prediction or "epsilon")
+    error = 0.5
+
+    def predict(x, t, conditions):
+        if name == "edm":  # x0 + error requires an output that cancels the skip connection
+            sigma = (t / process.time_scale * 4).exp().view(-1, 1, 1, 1)
+            data = process.sigma_data
+            root = (sigma**2 + data**2).sqrt()
+            return (error - data**2 / root * x) * root / (data * sigma)  # the input x is x_t / root
+        if name == "flow":
+            return x / (t / process.time_scale).view(-1, 1, 1, 1) + error
+        noise = noise_in(process, x, t)
+        signal = process.coefficients(t)[0].view(-1, 1, 1, 1)
+        return ({"epsilon": noise, "x0": 0 * x, "v": signal * noise}[prediction] + error).float()
+
+    milestone = SimpleNamespace(process=process, record={"conditions": {}}, model=predict)
+    arguments = milestone, Latents(), LossSettings(64, 6, 0)
+    losses = validation.validation_loss(*arguments)
+    assert losses[f"loss_{quantity}"] == pytest.approx(error**2, rel=2e-3)
+    assert validation.mlperf8(*arguments)[f"mlperf8_{quantity}"] == pytest.approx(error**2, rel=2e-2)
+
+    # errors of epsilon that this error implies, at the middles of thousands of equal intervals
+    u = (torch.arange(64_000, dtype=torch.float64) + 0.5) / 64_000
+    signal, noise = process.coefficients(process.times(u))
+    factor = {"epsilon": signal**0, "x0": signal / noise, "v": signal, "velocity": signal}[quantity] ** 2
+    epsilon_loss = validation.epsilon_loss(*arguments)["loss_epsilon"]
+    assert epsilon_loss == pytest.approx(error**2 * float(factor.mean()), rel=0.05)
+    cells = (u * len(process.schedule.vlb)).long().numpy()
+    expected_vlb = error**2 * float((torch.from_numpy(process.schedule.vlb[cells]) * factor).mean())
+    assert losses["vlb"] == pytest.approx(expected_vlb, rel=0.05)
+
+
+def test_validation_losses_are_equal_for_equal_seeds():
+    losses = [loss_of(lambda process, x, t: 0 * x, seed=seed)[1]["loss_epsilon"] for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_the_error_of_epsilon_is_zero_for_every_perfect_prediction():
     for prediction in ("epsilon", "x0", "v"):
+        process = discrete(prediction=prediction)
 
-        def network(process, x, t, prediction=prediction):
+        def network(x, t, conditions, process=process):
             epsilon = noise_in(process, x, t)
             v = process.coefficients(t)[0].view(-1, 1, 1, 1) * epsilon
-            return {"epsilon": epsilon, "x0": 0 * x, "v": v}[prediction].float()
+            return {"epsilon": epsilon, "x0": 0 * x, "v": v}[process.prediction].float()
 
-        assert loss_of(network, discrete(prediction=prediction))[1]["loss"] == pytest.approx(0, abs=1e-8)
-    losses = [loss_of(lambda process, x, t: 0 * x, seed=seed)[1]["loss"] for seed in (0, 0, 1)]
-    assert losses[0] == losses[1] != losses[2]
+        milestone = SimpleNamespace(process=process, record={"conditions": {}}, model=network)
+        loss = validation.epsilon_loss(milestone, Latents(), LossSettings(64, 6, 0))["loss_epsilon"]
+        assert loss == pytest.approx(0, abs=1e-8)

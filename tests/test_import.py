@@ -77,7 +77,7 @@ def test_a_snapshot_of_published_weights_is_evaluated_and_trained_further(tmp_pa
     assert status == 0, capsys.readouterr().err
     start = {key: value.clone() for key, value in open_milestone(out).model.weights().items()}
     validation = validation_loss(open_milestone(out), open_latents(latents), LossSettings(16, 4, 0))
-    assert np.isfinite(validation["loss"]) and validation["images"] == 16
+    assert np.isfinite(validation["loss_epsilon"]) and validation["images"] == 16
 
     changes = {"diffusion": {"process": {"name": "discrete", "variance": "learned_range"}, "losses": ["mse", "vb"]}}
     plain = experiment({"uniform": {}}, model=model_options, training__start_from=str(out), **changes)

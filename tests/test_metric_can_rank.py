@@ -137,7 +137,8 @@ def test_validation_loss_ranks_methods(unranked, capsys):
     results = collect(load(config), folder)
     rows = compare_methods(results.measurements)
     losses = {
-        method: results.measurements.values_of(method, "val_loss").iloc[:, -1].mean() for method in results.methods
+        method: results.measurements.values_of(method, "val_loss_epsilon").iloc[:, -1].mean()
+        for method in results.methods
     }
     assert [row.method for row in rows] == sorted(losses, key=losses.get)
     assert [row.curve.mean[-1] for row in rows] == pytest.approx(sorted(losses.values()))
@@ -148,7 +149,7 @@ def test_validation_loss_ranks_methods(unranked, capsys):
     assert any("652" in warning for warning in findings.find_warnings(results))
     assert main(["compare", str(config), "--format", "json"]) == 0
     table = json.loads(capsys.readouterr().out)
-    assert {row["metric"] for row in table} == {"val_loss"}
+    assert {row["metric"] for row in table} == {"val_loss_epsilon"}
     assert "primary_metric" not in plain["evaluation"], "the field must not change the hash of experiments without it"
 
 
@@ -190,7 +191,7 @@ def test_the_page_shows_validation_loss_and_distance_if_the_loss_ranks(unranked)
     config, folder = unranked
     rank_by_validation(config)
     html = page_of(config, folder)
-    assert "val_loss ↓" in html and METRIC in html
+    assert "val_loss_epsilon ↓" in html and METRIC in html
 
 
 def test_a_primary_metric_that_is_not_measured_is_rejected(tmp_path):

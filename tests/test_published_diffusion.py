@@ -179,7 +179,7 @@ METHODS = {
 def test_strategies_train_a_learned_variance(method, latents, tmp_path):
     from kairos.data.latents import open_latents
     from kairos.evaluation.settings import LossSettings
-    from kairos.evaluation.validation import mlperf8, validation_loss
+    from kairos.evaluation.validation import epsilon_loss, mlperf8
 
     plain = experiment(METHODS, diffusion={"process": LEARNED, "losses": ["mse", "vb"]})
     train(plain, method, 0, tmp_path, latents, [0, 12])
@@ -188,8 +188,8 @@ def test_strategies_train_a_learned_variance(method, latents, tmp_path):
     milestone = open_milestone(tmp_path / "milestones" / "0000012")
     assert milestone.model.weights()["final_layer.linear.weight"].shape[0] == 2 * 2 * 8
     settings = LossSettings(images=20, strata=4, seed=0)
-    assert validation_loss(milestone, open_latents(latents), settings)["loss"] < 3
-    assert mlperf8(milestone, open_latents(latents), settings)["mlperf8"] < 3
+    assert epsilon_loss(milestone, open_latents(latents), settings)["loss_epsilon"] < 3
+    assert mlperf8(milestone, open_latents(latents), settings)["mlperf8_epsilon"] < 3
     scheduler = json.loads((tmp_path / "milestones/0000012/scheduler/scheduler_config.json").read_text())
     assert scheduler["variance_type"] == "learned_range"
 

@@ -36,8 +36,8 @@ from report_page import page_of
 METRIC = results_tree.METRIC
 SEEDS = tuple(range(ranking.MIN_SEEDS))
 FIRST_COLUMNS = [
-    "experiment", "method", "seed", "step", "images_seen", "train_seconds", METRIC, f"{METRIC}_spread", "val_loss",
-    "val_vlb", "n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed",
+    "experiment", "method", "seed", "step", "images_seen", "train_seconds", METRIC, f"{METRIC}_spread",
+    "val_loss_epsilon", "val_vlb", "n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed",
 ]  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def test_summary_has_the_documented_columns_and_rows(built):
     assert len(rows) == 6 * 5 * 4 + 4 and not (built[1] / "published.csv").exists()
     assert [row["method"] for row in rows[-4:]] == ["floor", "reconstruction", "gaussian", "noise"]
     for row in rows[-4:]:
-        assert row["seed"] == row["step"] == row["val_loss"] == ""
+        assert row["seed"] == row["step"] == row["val_loss_epsilon"] == ""
         assert row["reference_hash"] == results_tree.REFERENCE_HASH and row["n_samples"] == "400"
 
 
@@ -326,7 +326,9 @@ def test_without_held_out_images_neither_page_nor_summary_has_rows_for_them(smal
     assert "validation_loss" not in content and "#validation" not in content and "held-out real images" not in content
     assert "statistics of all images" in content
     table = list(csv.DictReader(io.StringIO(summary_csv(collect(load(small[0]), small[1])))))
-    assert {row["method"] for row in table} >= {"gaussian", "noise"} and all(row["val_loss"] == "" for row in table)
+    assert {row["method"] for row in table} >= {"gaussian", "noise"} and all(
+        row["val_loss_epsilon"] == "" for row in table
+    )
 
 
 def test_the_page_shows_recorded_values_that_differ_from_the_settings(small):
@@ -402,6 +404,8 @@ def test_densities_and_losses_are_plotted_over_the_time_of_the_process(small, pr
     results = replace(results, experiment=validate(plain))
     for training in results.runs:
         for milestone in training.snapshots:
+            for row in milestone.evaluation["validation"]["per_timestep"]:
+                row[results.validation_metric.removeprefix("val_")] = row.pop("loss_epsilon")
             milestone.strategy_table["t"] = np.geomspace(0.002, 0.9, len(milestone.strategy_table))
     styles = plot_style.assign_styles(results.methods, results.baseline)
     figure = curve_figures.draw_strategies(results, styles, "p", "p", "linear")

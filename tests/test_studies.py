@@ -120,7 +120,7 @@ def test_a_profile_shows_in_how_many_settings_a_method_is_as_fast_as_the_fastest
     assert judge.relative_times_to_target(costly, "distance")["s"]["gradient_norm"] == math.inf
     page.draw_profile({"distance": times}, tmp_path / "profile.png")
     unfinished = times.assign(t=math.nan)  # no method has run in this setting
-    page.draw_profile({"distance": unfinished, "val_loss": unfinished[["t"]]}, tmp_path / "unfinished.png")
+    page.draw_profile({"distance": unfinished, "val_loss_epsilon": unfinished[["t"]]}, tmp_path / "unfinished.png")
     assert (tmp_path / "profile.png").stat().st_size > 1000
     first_row = page.format_times({"distance": times}).splitlines()[2]
     assert first_row == "| min_snr | 1.00 | 2.00 |"
@@ -209,7 +209,7 @@ def test_a_round_continues_from_its_table(tables, monkeypatch):
         experiment = started[-1]
         runs = [(method, seed) for method in experiment.methods for seed in experiment.seeds]
         rows = [{"method": method, "seed": seed, "step": 10, "time": 10.0, "distance": 1.0} for method, seed in runs]
-        return pd.DataFrame(rows).assign(val_loss=1.0, val_mlperf8=1.0)
+        return pd.DataFrame(rows).assign(val_loss_epsilon=1.0, val_mlperf8=1.0)
 
     monkeypatch.setattr(tuned, "run_experiment", run_experiment)
     monkeypatch.setattr(tuned, "read_experiment", read_experiment)
@@ -371,7 +371,7 @@ def test_a_setting_without_a_required_method_is_left_out(monkeypatch, capsys, tm
 
 def test_page_and_figure_show_a_single_seed_and_a_setting_without_a_metric(monkeypatch, capsys, tmp_path):
     rows = curves(PARTIAL_METHODS, 1, 0.1)
-    rows = pd.concat([rows, rows.assign(setting="t", val_loss=math.nan)])
+    rows = pd.concat([rows, rows.assign(setting="t", val_loss_epsilon=math.nan)])
     arguments = ["--page", "--figure", str(tmp_path / "figure.png")]
     output = run_judge(monkeypatch, capsys, tmp_path, rows, *arguments)
     assert "nan" not in output.out and re.search(r"\| auto \| 0\.\d{3} \| 0\.\d{3} \|", output.out)

@@ -476,7 +476,7 @@ def test_the_pipeline_leads_from_captioned_images_to_a_clip_score(
     rows = read_json(results / "reference/reference.json")["rows"]
     assert -100 <= evaluation["metrics"]["clip_score"] <= 100
     assert [name for name in rows if "clip_score" in rows[name]] == ["floor", "reconstruction"]
-    assert np.isfinite(evaluation["validation"]["loss"])
+    assert np.isfinite(evaluation["validation"]["loss_epsilon"])
     np.savez("foreign.npz", arr_0=samples.images[:])
     assert main(["evaluate", "--samples", "foreign.npz", "--reference", str(results / "reference"), "--out", "f"]) == 1
     assert "foreign.npz: contains no captions, which metric clip needs" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_import_is_complete_and_importing_again_adds_nothing(tree):
         m.step: m.measured_values[METRIC] for m in training.snapshots
     }
     assert distances[400].timestamp - distances[0].timestamp == 24_000  # 400 steps of 60 ms
-    assert {"sampler.a", "val_loss", "val_vlb", "kid", "mse", "lr", "grad_norm"} <= set(run.data.metrics)
+    assert {"sampler.a", "val_loss_epsilon", "val_vlb", "kid", "mse", "lr", "grad_norm"} <= set(run.data.metrics)
     assert {item.path for item in client.list_artifacts(record["parent"])} == {"figures", "report.html"}
 
     track(load(config), results, out)

@@ -218,7 +218,9 @@ def test_validation_losses_of_unequally_long_runs_are_compared_at_their_last_com
     }
     curves = {line.get_label(): line.get_ydata() for line in figure.axes[-1].get_lines()}
     for method, record in records.items():  # of seed 0, the only one that all methods have at step 400
-        ratios = [entry["loss"] / baseline["loss"] for entry, baseline in zip(record, records["uniform"])]
+        ratios = [
+            entry["loss_epsilon"] / baseline["loss_epsilon"] for entry, baseline in zip(record, records["uniform"])
+        ]
         assert curves[method] == pytest.approx(ratios)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
 
 from kairos.components import component
-from kairos.forward_process import select_prediction
+from kairos.forward_process import prediction_name, select_prediction
 from kairos.library_components import LibraryComponent
 from kairos.losses.settings import LOSSES, LossOptions, check_losses
 from kairos.section import Section, field
@@ -37,6 +37,11 @@ class DiffusionConfig(Section):
         if process is None:  # the process is not valid, which pydantic reports
             return value
         return select_prediction(process, value)
+
+    @property
+    def prediction_name(self) -> str:
+        """Name of the prediction target in metrics and texts, also for a process that has only one."""
+        return prediction_name(self.prediction or self.process.component_class.prediction)
 
     def model_post_init(self, context: Any) -> None:
         """Check the losses against each other and against the process.

@@ -25,6 +25,14 @@ def select_prediction(process: LibraryComponent, prediction: str | None) -> str 
     return choices[0]
 
 
+def prediction_name(prediction: str) -> str:
+    """Return the name of a prediction target in metrics and texts: ``flow`` is called ``velocity``.
+
+    The velocity of rectified flow is noise - x0. The target ``v`` is signal times noise - noise level times x0.
+    """
+    return "velocity" if prediction == "flow" else prediction
+
+
 def with_sigma_data(process: LibraryComponent, sigma_data: float | None) -> LibraryComponent:
     """Return the process with option `sigma_data`, the standard deviation of the data, set to the argument.
 

@@ -22,7 +22,9 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("--format", choices=("table", "csv", "md", "json"), help="default: table")
     baseline = "METHOD or EXPERIMENT/METHOD; default: the uniform method of the first experiment, else its first method"
     add("--baseline", metavar="METHOD", help=baseline)
-    metric = "any measured value, such as val_loss or kid; default: the metric that the experiment ranks methods by"
+    metric = (
+        "any measured value, such as val_loss_epsilon or kid; default: the metric that the experiment ranks methods by"
+    )
     add("--metric", metavar="COLUMN", help=metric)
     add("--out", type=Path, metavar="FILE", help="file to write; default: standard output")
     add("--index", action="store_true", help="write a page of all experiments in a folder: PATH/index.html")

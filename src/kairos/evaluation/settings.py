@@ -353,15 +353,15 @@ class ClipOptions(MetricOptions):
 class ValidationOptions(MetricOptions):
     """Loss by time on held-out images.
 
-    Images, noise and times are fixed and equal for all methods. The loss is the squared error of epsilon for every
-    prediction target.
+    Images, noise and times are fixed and equal for all methods. The loss is the squared error of the network's
+    prediction, without weights. Its name contains the prediction, such as `val_loss_velocity` for rectified flow.
     """
 
     code: ClassVar[str] = "kairos.evaluation.validation:validation_loss"
     columns: ClassVar[Mapping[str, str]] = {
-        "val_loss": "squared error of epsilon, mean over the fractions of the process",
-        "val_vlb": "mean of the squared errors times their weights in the variational bound",
-        "val_vlb_without_last": "`val_vlb` without the last timestep",
+        "val_loss_<prediction>": "squared error of the prediction, mean over the fractions of the process",
+        "val_vlb": "mean of the squared errors of epsilon times their weights in the variational bound",
+        "val_vlb_without_last": "`val_vlb` without the last timestep; exists only if its share matters",
     }
     needs: ClassVar[tuple[str, ...]] = ("milestone",)
 
@@ -369,15 +369,34 @@ class ValidationOptions(MetricOptions):
 
 
 @METRICS.register
+class ValidationEpsilonOptions(MetricOptions):
+    """Error of epsilon on held-out images, for every prediction target.
+
+    Images, noise and times are those of `validation`. The prediction is converted to epsilon, so networks with
+    different prediction targets are comparable. If the network predicts epsilon, it is the loss of `validation`.
+    """
+
+    code: ClassVar[str] = "kairos.evaluation.validation:epsilon_loss"
+    columns: ClassVar[Mapping[str, str]] = {
+        "val_loss_epsilon": "squared error of epsilon, mean over the fractions of the process"
+    }
+    needs: ClassVar[tuple[str, ...]] = ("milestone",)
+
+    name: str = "validation_epsilon"
+
+
+@METRICS.register
 class Mlperf8Options(MetricOptions):
     """Loss at eight equidistant times (MLPerf Training, Flux.1).
 
-    Images and noise are fixed and equal for all methods. The loss is the squared error of the network's prediction, so
-    networks with different prediction targets are not comparable.
+    Images and noise are fixed and equal for all methods. The loss is the squared error of the network's prediction,
+    whose name the column contains.
     """
 
     code: ClassVar[str] = "kairos.evaluation.validation:mlperf8"
-    columns: ClassVar[Mapping[str, str]] = {"val_mlperf8": "squared error of the prediction, mean over images"}
+    columns: ClassVar[Mapping[str, str]] = {
+        "val_mlperf8_<prediction>": "squared error of the prediction, mean over images"
+    }
     needs: ClassVar[tuple[str, ...]] = ("milestone",)
 
     name: str = "mlperf8"
@@ -443,7 +462,7 @@ class EvaluationConfig(Section):
     reference: str = field("train", "real images: train, all (with the held-out ones), or an npz's path")
     metrics: list[_Metric] | None = field(None, "metrics; null: the defaults of the extractor")
     primary_metric: Literal["distance", "validation"] = field(
-        "distance", "metric that methods are ranked by: the Fréchet distance or the validation loss"
+        "distance", "metric that methods are ranked by: the Fréchet distance or the loss of metric validation"
     )
     num_samples: int = field(450, "images per set", ge=2)
     sets: int = field(3, "sets of samples; their standard deviation is the uncertainty of a distance", ge=1)

@@ -1,22 +1,27 @@
-"""Validation loss by time: fixed held-out images, noise and times, which are equal for all methods.
+"""Validation losses by time: fixed held-out images, noise and times, which are equal for all methods.
 
 A fraction u in [0, 1) is a position in the forward process. Cells divide [0, 1) into equal intervals, each with a
 coefficient c of the VLB; a discrete process has a cell per timestep. Strata consist of whole cells. The first and
 the last cell are strata of one cell, because c is largest there. In a stratum, the fractions of the images are evenly
-spread, so that the mean over images is a mean over the stratum. The loss is the squared error of epsilon for every
-prediction target.
+spread, so that the mean over images is a mean over the stratum.
+
+A loss is a plain squared error, without weights. Its name states the quantity, such as ``loss_velocity`` or
+``loss_epsilon``.
 """
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kairos import compute
 from kairos.data.latents import Latents
 from kairos.data.random_order import random_order
 from kairos.evaluation.settings import LossSettings
+from kairos.forward_process import prediction_name
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.validation import ValidationLoss, spread_over
 
@@ -38,10 +43,9 @@ def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
 
 
 def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
-    """Compute the loss of a snapshot's network on held-out images, by time.
+    """Compute the squared error of a snapshot's prediction on held-out images, by time.
 
-    The loss is the squared error of epsilon. The means weight each stratum by its length. The network is in evaluation
-    mode meanwhile.
+    The means weight each stratum by its length. The network is in evaluation mode meanwhile.
 
     Args:
         milestone: ``model``, ``process`` and ``record`` of an opened snapshot.
@@ -50,52 +54,86 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
         device: device that the caller has put the network on.
 
     Returns:
-        ``loss``: mean over fractions.
-        ``vlb``: mean over fractions of the loss times the VLB's coefficient c of the cell that contains the fraction.
-        ``vlb_without_last``: ``vlb`` without the contribution of the last stratum, which is the last cell. With the
-        cosine schedule, its coefficient is so large that it can contribute more than all others together.
+        ``loss_<prediction>``: mean over fractions, see `prediction_name`.
+        ``vlb``: mean over fractions of the squared error of epsilon times the VLB's coefficient c of the cell that
+            contains the fraction.
+        ``vlb_without_last``: ``vlb`` without the contribution of the last stratum, which is the last cell. It exists
+            only if that cell has more than a hundredth of the VLB's weight on the prediction. With the cosine schedule
+            and epsilon it has nearly all.
         ``images``: number of images.
         ``per_timestep``: a row per stratum with its fractions ``u``, the time ``t`` of the process at its centre,
-        ``loss`` and ``vlb``.
+            ``loss_<prediction>`` and ``vlb``.
     """
     process = milestone.process
     coefficients = torch.from_numpy(process.schedule.vlb)  # c of each cell, float64 (cells,) on the CPU
     cell_count = len(coefficients)
+    loss_name = f"loss_{prediction_name(process.prediction)}"
     fixed_loss = build_fixed_loss(milestone, latents, settings, device)
-    count = len(fixed_loss.images)
     rows = []
     lengths = []  # lengths of the strata, in fractions
-    for number, (start, end) in enumerate(build_strata(cell_count, settings.strata)):
-        u = spread_over((start, end), count)  # fraction of each image, (images,)
-        with compute.precision(settings.precision, torch.device(device)):
-            # the number of the stratum selects the noise; float64 (images,) on the CPU
-            loss = fixed_loss.errors(milestone.model, number, u, of="epsilon")
+    for (start, end), u, errors in _errors_by_stratum(milestone, fixed_loss, settings, device):
         cells = (u * cell_count).long()  # cell that contains the fraction of each image, (images,)
-        vlb = coefficients[cells] * loss
+        vlb = coefficients[cells] * _epsilon_error_ratio(process, u) * errors
         centre = process.times(torch.tensor((start + end) / 2, dtype=torch.float64)).item()
-        rows.append({"u": [start, end], "t": centre, "loss": float(loss.mean()), "vlb": float(vlb.mean())})
+        rows.append({"u": [start, end], "t": centre, loss_name: float(errors.mean()), "vlb": float(vlb.mean())})
         lengths.append(end - start)
-    loss_contributions = [length * row["loss"] for length, row in zip(lengths, rows)]
+    # the lengths add up to 1, so that the sums are means
     vlb_contributions = [length * row["vlb"] for length, row in zip(lengths, rows)]
-    return {  # the lengths add up to 1, so that the sums are means
-        "loss": sum(loss_contributions),
+    losses = {
+        loss_name: sum(length * row[loss_name] for length, row in zip(lengths, rows)),
         "vlb": sum(vlb_contributions),
-        "vlb_without_last": sum(vlb_contributions[:-1]),
-        "images": count,
-        "per_timestep": rows,
     }
+    prediction_weights = process.schedule.in_prediction(process.schedule.vlb, process.prediction)
+    if prediction_weights[-1] > 0.01 * prediction_weights.sum():
+        losses["vlb_without_last"] = sum(vlb_contributions[:-1])
+    return losses | {"images": len(fixed_loss.images), "per_timestep": rows}
+
+
+def epsilon_loss(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
+    """Compute ``loss_epsilon``, the squared error of epsilon that a snapshot's prediction implies, mean over fractions.
+
+    Networks with different prediction targets share this quantity. See `validation_loss` for the arguments.
+    """
+    fixed_loss = build_fixed_loss(milestone, latents, settings, device)
+    loss = 0.0
+    for (start, end), u, errors in _errors_by_stratum(milestone, fixed_loss, settings, device):
+        loss += (end - start) * float((_epsilon_error_ratio(milestone.process, u) * errors).mean())
+    return {"loss_epsilon": loss}
 
 
 def mlperf8(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
     """Compute the loss at eight equidistant times, fractions 0/8 to 7/8, assigned to the images in turn.
 
-    The loss is the plain squared error of the network's prediction, as in the validation of MLPerf Training's Flux.1.
-    The only field of the result, ``mlperf8``, is the mean over images. See `validation_loss` for the arguments; the
-    number of strata is not used.
+    The loss is the squared error of the network's prediction, as in the validation of MLPerf Training's Flux.1. The
+    only field of the result, ``mlperf8_<prediction>``, is the mean over images. See `validation_loss` for the
+    arguments; the number of strata is not used.
     """
     fixed_loss = build_fixed_loss(milestone, latents, settings, device, kind="mlperf8")
     result = fixed_loss(milestone.model, compute.precision(settings.precision, torch.device(device)))
-    return {"mlperf8": result["loss"]}
+    return {f"mlperf8_{prediction_name(milestone.process.prediction)}": result["loss"]}
+
+
+def _errors_by_stratum(
+    milestone: Any, fixed_loss: ValidationLoss, settings: LossSettings, device: Any
+) -> Iterator[tuple[tuple[float, float], Tensor, Tensor]]:
+    """Yield the fractions of each stratum, of its images, (images,), and the squared errors of the prediction there.
+
+    Errors are float64 (images,) on the CPU.
+    """
+    for number, stratum in enumerate(build_strata(len(milestone.process.schedule.vlb), settings.strata)):
+        u = spread_over(stratum, len(fixed_loss.images))
+        with compute.precision(settings.precision, torch.device(device)):
+            # the number of the stratum selects the noise
+            yield stratum, u, fixed_loss.errors(milestone.model, number, u, of="prediction")
+
+
+def _epsilon_error_ratio(process: Any, u: Tensor) -> Tensor:
+    """Return the squared error of epsilon over the squared error of the prediction at fractions u, (images,)."""
+    t = process.times(u)
+    zeros = torch.zeros(len(u), 1, dtype=torch.float64)
+    # epsilon is linear in the prediction, for x_t = 0 a multiple of it
+    ratio: Tensor = process.epsilon(zeros + 1, zeros, t).square().squeeze(1)
+    return ratio
 
 
 def build_fixed_loss(

@@ -55,7 +55,7 @@ def summary_csv(results: Results) -> str:
     Floats have enough digits to be read back exactly.
     """
     metric = results.distance_metric
-    fixed_columns = [*FIRST_COLUMNS, metric, f"{metric}_spread", "val_loss", "val_vlb", *PROTOCOL]
+    fixed_columns = [*FIRST_COLUMNS, metric, f"{metric}_spread", results.validation_metric, "val_vlb", *PROTOCOL]
     records = [snapshot.measured_values for _, snapshot in results.run_snapshots]
     records += results.reference["rows"].values()
     # names ending in _sets contain lists: the values of single sample sets

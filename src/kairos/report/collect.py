@@ -153,6 +153,11 @@ class MethodMeasurements:
         """True if higher values of the metric are better."""
         return is_higher_better(self.metric)
 
+    @property
+    def validation_columns(self) -> list[str]:
+        """Columns of the table with losses on held-out images, whose names begin with ``val_``."""
+        return [column for column in map(str, self.table.columns) if column.startswith("val_")]
+
     def values_of(self, method: str, column: str) -> pd.DataFrame:
         """Return the values of a column for one method as a table: a row per compared seed, a column per step.
 
@@ -241,8 +246,14 @@ class Results:
 
     @property
     def primary_metric(self) -> str:
-        """Column that methods are ranked by: the Fréchet distance, or ``val_loss``."""
-        return "val_loss" if self.experiment.evaluation.primary_metric == "validation" else self.distance_metric
+        """Column that methods are ranked by: the Fréchet distance or `validation_metric`."""
+        is_loss = self.experiment.evaluation.primary_metric == "validation"
+        return self.validation_metric if is_loss else self.distance_metric
+
+    @property
+    def validation_metric(self) -> str:
+        """Column of the validation loss: ``val_loss_<prediction>``, such as ``val_loss_velocity``."""
+        return f"val_loss_{self.experiment.diffusion.prediction_name}"
 
     @property
     def methods(self) -> list[str]:
@@ -257,8 +268,11 @@ class Results:
     @property
     def has_validation_losses(self) -> bool:
         """True if all `common_snapshots` have a validation loss per timestep; they raise KairosError without any."""
+        loss_name = self.validation_metric.removeprefix("val_")
         snapshots = chain.from_iterable(self.common_snapshots.values())
-        return all("per_timestep" in (snapshot.evaluation.get("validation") or {}) for snapshot in snapshots)
+        # metrics that compute a single loss have no rows by timestep
+        rows = ((snapshot.evaluation.get("validation") or {}).get("per_timestep") or [{}] for snapshot in snapshots)
+        return all(loss_name in rows_of_snapshot[0] for rows_of_snapshot in rows)
 
     @cached_property
     def common_snapshots(self) -> dict[str, list[SnapshotResults]]:

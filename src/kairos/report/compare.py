@@ -19,7 +19,7 @@ from kairos import progress
 from kairos.evaluation.separation import ADVICE, reason_not_to_rank
 from kairos.report import formatting
 from kairos.report.collect import MethodMeasurements, Results
-from kairos.report.ranking import MIN_SEEDS, VALIDATION_LOSSES, MethodComparison, Ratio, compare_methods
+from kairos.report.ranking import MIN_SEEDS, MethodComparison, Ratio, compare_methods
 from kairos_timesteps.errors import KairosError, demand
 
 COLUMNS = (
@@ -167,16 +167,14 @@ def _columns_measured_everywhere(selection: Selection) -> list[str]:
 def _loss_settings(results: Results, column: str) -> dict[str, str]:
     """Return the settings that must be equal to compare losses of held-out images, as texts by dotted name.
 
-    They are hashes of data and autoencoder, the process, and the numbers of strata and images; for ``val_mlperf8``,
-    also the prediction. The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the
-    text ``None``, which equals only another missing hash.
+    They are hashes of data and autoencoder, the process, and the numbers of strata and images. The prediction is in the
+    column's name. The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the text
+    ``None``, which equals only another missing hash.
     """
-    if column not in ("val_mlperf8", *VALIDATION_LOSSES):
+    if column not in results.measurements.validation_columns:
         return {}
     experiment = results.experiment
-    # the validation losses are errors of epsilon, and val_mlperf8 is the error of the prediction
-    prediction = {"diffusion.prediction": str(experiment.diffusion.prediction)} if column == "val_mlperf8" else {}
-    return prediction | {
+    return {
         "data": str(results.dataset.get("content_sha256")),
         "autoencoder": str(results.autoencoder.get("sha256")),
         "diffusion.process": str(experiment.diffusion.process),

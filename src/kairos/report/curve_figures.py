@@ -40,9 +40,9 @@ _FLATTENING = 10  # a panel this many times higher than the median panel would f
 
 
 def metric_label(name: str) -> str:
-    """Return the axis label of a metric; its name is ``val_loss``, ``fid``, or ``frechet_<extractor>``."""
-    if name == "val_loss":
-        return "validation loss (lower is better)"
+    """Return the axis label of a metric; its name is ``val_loss_<prediction>``, ``fid``, or ``frechet_<extractor>``."""
+    if name.startswith("val_loss_"):
+        return f"validation loss, squared error of {name.removeprefix('val_loss_')} (lower is better)"
     if name == "fid":
         return "FID (lower is better)"
     return f"Fréchet distance, {name.removeprefix('frechet_')} features (lower is better)"
@@ -55,7 +55,8 @@ def draw_training_loss(results: Results, styles: dict[str, MethodStyle]) -> Figu
     out, without a band, because levels of training losses cannot be compared between methods.
     """
     figure, grid = create_figure(7.8, 2.95, 1, 2, column_space=1.9)
-    panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
+    prediction = results.experiment.diffusion.prediction_name
+    panels = (("loss", "Loss that is minimised"), ("mse", f"Squared error of {prediction}, unweighted"))
     for axes, (column, title) in zip(grid[0], panels):
         lines = {}
         for method in styles:
@@ -92,7 +93,9 @@ def draw_validation_loss(results: Results, styles: dict[str, MethodStyle]) -> Fi
     height = grid_height(rows, panel_height=2.75, row_space=0.95)
     figure, grid = create_figure(7.8, height, rows, 2, row_space=0.95, column_space=0.8)
     losses = {method: _loss_per_timestep(results, method) for method in results.methods}
-    settings = time_axis_settings(results.experiment.diffusion.process.name) | {"ylabel": "validation loss"}
+    prediction = results.experiment.diffusion.prediction_name
+    settings = time_axis_settings(results.experiment.diffusion.process.name)
+    settings |= {"ylabel": f"squared error of {prediction}"}
     for axes, scale in zip(grid[0], ("linear", "log")):
         title = f"Loss per timestep, {scale} axis"
         labelled = scale == "log"  # the labels of the right panel serve both panels
@@ -105,7 +108,7 @@ def draw_validation_loss(results: Results, styles: dict[str, MethodStyle]) -> Fi
         axes.remove()
     axes = figure.add_subplot(whole_row)
     ratios = {method: values / losses[baseline] for method, values in losses.items()}
-    settings |= {"ylabel": f"loss / loss of {baseline}", "title": f"Relative to {baseline}: below 1 is better there"}
+    settings |= {"ylabel": f"error / error of {baseline}", "title": f"Relative to {baseline}: below 1 is better there"}
     draw_method_lines(axes, styles, ratios, settings | {"yscale": "log"})
     return figure
 
@@ -115,7 +118,7 @@ def _loss_per_timestep(results: Results, method: str) -> "pd.Series[float]":
     losses_by_seed = []
     for snapshot in results.common_snapshots[method]:
         table = pd.DataFrame(snapshot.evaluation["validation"]["per_timestep"])
-        losses_by_seed.append(table.set_index("t")["loss"])
+        losses_by_seed.append(table.set_index("t")[results.validation_metric.removeprefix("val_")])
     return pd.concat(losses_by_seed, axis=1).mean(axis=1)
 
 

@@ -51,7 +51,9 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
         last_step = comparisons[0].curve.steps[-1]
         sentences.append(f"So far, at step {last_step:,.0f}, the last that all methods here have:")
     seeds = results.configured_seeds
-    measure = "Fréchet distance" if ranks_by_distance else "validation loss"
+    measure = "Fréchet distance"
+    if not ranks_by_distance:
+        measure = f"validation loss of {results.experiment.diffusion.prediction_name}"
     sentences += _summarise_ranking(comparisons, measure, len(seeds))
     more_seeds_would_rank = len(comparisons) > 1 and not reason  # more seeds would not remove the reason
     if len(seeds) < MIN_SEEDS and more_seeds_would_rank:

@@ -90,8 +90,8 @@ def published_csv(results: Results) -> str:
 def compute_accelerations(results: Results) -> Iterator[Acceleration]:
     """Yield SpeeD's acceleration over the baseline, measured and published, for every other method.
 
-    Measured accelerations are by the primary metric, which may be ``val_loss``, up to the last common snapshot. If the
-    experiment has no baseline, the first method replaces it.
+    Measured accelerations are by the primary metric, which may be the validation loss, up to the last common snapshot.
+    If the experiment has no baseline, the first method replaces it.
     """
     common = results.measurements.common_measurements
     baseline = results.baseline or results.methods[0]

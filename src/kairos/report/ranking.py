@@ -21,7 +21,6 @@ from kairos.report.collect import MethodMeasurements, RunResults
 NOT_MOVED = 0.01  # total variation distance from the start below which a learned sampler has not moved
 MIN_SEEDS = 5  # common to all methods, to rank them: fewer show little of how much seeds matter
 SIGNIFICANCE_LEVEL = 0.05  # largest share of tables of equal methods that contain a difference; intervals cover 95 %
-VALIDATION_LOSSES = ("val_loss", "val_vlb", "val_vlb_without_last")
 
 PerSnapshot = Float[np.ndarray, "snapshots"]
 PerBaselineSnapshot = Float[np.ndarray, "baseline_snapshots"]
@@ -106,8 +105,8 @@ class MethodComparison:
         seed_count: number of seeds that tests and ranks are over: those for which every method has a positive value.
         first_rank, last_rank: best and worst rank that the tests allow.
         ratio_to_baseline: final value over the baseline's; None for the baseline and without a baseline.
-        validation_losses: mean and standard deviation over seeds of each loss in `VALIDATION_LOSSES`, at the last
-            common snapshot; NaN if unknown.
+        validation_losses: mean and standard deviation over seeds of every measured loss on held-out images, at the last
+            common snapshot, by column; NaN if unknown.
         step_factor: steps that the baseline needs for its final value, over the method's steps for that value.
         time_factor: training time that the baseline needs for its final value, over the method's time for that value.
     """
@@ -198,7 +197,7 @@ def compare_methods(measurements: MethodMeasurements) -> list[MethodComparison]:
                 ratio_to_baseline = _select_ratio(ratios, index, baseline_index)
         better_count = int(ends_better[:, index].sum())  # methods that end better than this one
         worse_count = int(ends_better[index].sum())  # methods that this one ends better than
-        losses = {name: common.values_of(method, name).iloc[:, -1] for name in VALIDATION_LOSSES}
+        losses = {name: common.values_of(method, name).iloc[:, -1] for name in common.validation_columns}
         comparison = MethodComparison(
             method=method,
             curve=curve,

@@ -33,7 +33,7 @@ def build_experiment_tags(results: Results, outcome: str, parent_id: str, experi
         parent_id: id of the experiment's parent run, which contains the report.
     """
     layout = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8"))
-    comparison = json.loads(layout.substitute(metric=results.distance_metric))
+    comparison = json.loads(layout.substitute(metric=results.distance_metric, loss=results.validation_metric))
     report_link = f"[report](#/experiments/{experiment_id}/runs/{parent_id}/artifacts/report.html?{_RUNS_WORKSPACE})"
     charts_link = f"[charts]({comparison_path(experiment_id)}&compareRunsMode=CHART)"
     note = (
