@@ -205,9 +205,9 @@ def test_training_on_one_part_does_not_change_independent_parts(trained):
     for (part, other), row in table.iterrows():
         if part in (str(other), "all"):
             assert row["change"] == pytest.approx(row["after"] - row["before"], abs=1e-6)
-            assert row["change"] < -5 * row["error"] < 0  # it learns the mean image
+            assert row["change"] < -5 * row["standard_error"] < 0  # it learns the mean image
         else:
-            assert row["change"] == row["error"] == 0
+            assert row["change"] == row["standard_error"] == 0
     single = table.loc[[(str(k), k) for k in range(5)], "change"].mean()
     assert single < table.loc["all", "change"].mean() < 0  # five times the samples
     assert measure(trained, "interdependence", 20).set_index(["trained", "part"]).equals(table)

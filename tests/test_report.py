@@ -37,7 +37,8 @@ METRIC = results_tree.METRIC
 SEEDS = tuple(range(ranking.MIN_SEEDS))
 FIRST_COLUMNS = [
     "experiment", "method", "seed", "step", "images_seen", "train_seconds", METRIC, f"{METRIC}_spread",
-    "val_loss_epsilon", "val_vlb", "n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed",
+    "val_loss_epsilon", "val_vlb", "n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash",
+    "reference_hash", "eval_seed",
 ]  # fmt: skip
 
 

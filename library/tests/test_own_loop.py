@@ -62,7 +62,7 @@ def test_loss_by_level_equals_the_binning_of_numpy(bins):
     with np.errstate(invalid="ignore", divide="ignore"):
         np.testing.assert_allclose(table["mean"], total / count, rtol=1e-12)
         standard_error = np.sqrt((squares - total**2 / count) / (count - 1) / count)
-    np.testing.assert_allclose(table["error"][count > 2], standard_error[count > 2], rtol=1e-6)
+    np.testing.assert_allclose(table["standard_error"][count > 2], standard_error[count > 2], rtol=1e-6)
     assert np.isnan(table["mean"][count == 0]).all()
 
 
@@ -135,7 +135,7 @@ def test_validation_at_eight_times_equals_a_plain_loop(process, kind, offset):
     assert results["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     np.testing.assert_allclose(results["level_loss"], [np.mean(losses[k::8]) for k in range(8)], rtol=1e-4)
     for k in range(8):
-        assert results["level_error"][k] == pytest.approx(
+        assert results["level_standard_error"][k] == pytest.approx(
             np.std(losses[k::8], ddof=1) / len(losses[k::8]) ** 0.5, rel=1e-3
         )
     np.testing.assert_allclose(results["t"], forward_process.times((np.arange(8) + offset) / 8))
@@ -149,7 +149,7 @@ def test_an_even_validation_has_the_mean_of_uniform_draws():
     results = validation(lambda x, t: 0 * x)
     a = process.schedule.alphas_cumprod
     expected = (a + (1 - a) * float(images.square().mean())).mean()
-    assert abs(results["loss"] - expected) < 5 * results["error"] < 0.05
+    assert abs(results["loss"] - expected) < 5 * results["standard_error"] < 0.05
     assert results["level_loss"].mean() == pytest.approx(results["loss"]) == pytest.approx(results["by_image"].mean())
 
 
@@ -162,7 +162,8 @@ def test_the_standard_error_of_a_validation_is_close_to_that_over_seeds():
             selected = Stream(seed, "some").uniform(0, range(64)).argsort()[:32]
             runs.append(kairos_timesteps.ValidationLoss(images[selected], kind=kind, seed=seed)(network))
         standard_deviation = np.std([run["loss"] for run in runs])
-        assert 0.6 < np.mean([run["error"] for run in runs]) / standard_deviation < 2.2  # half of the images are shared
+        mean_standard_error = np.mean([run["standard_error"] for run in runs])
+        assert 0.6 < mean_standard_error / standard_deviation < 2.2  # half of the images are shared
 
 
 def test_validations_of_two_networks_are_paired():
@@ -175,7 +176,7 @@ def test_validations_of_two_networks_are_paired():
     first, second, again = validation(one), validation(other), kairos_timesteps.ValidationLoss(images, "cosine")(one)
     assert first["loss"] == again["loss"] and np.array_equal(first["by_image"], again["by_image"])
     difference = first["by_image"] - second["by_image"]
-    assert difference.std() / 8 < 0.1 * first["error"]
+    assert difference.std() / 8 < 0.1 * first["standard_error"]
     assert kairos_timesteps.ValidationLoss(images, "cosine", seed=1)(one)["loss"] != first["loss"]
 
 

@@ -53,9 +53,9 @@ class LossByLevel:
         self._sums += torch.where(inside, powers, 0.0).sum(2)  # a loss that is not finite spoils its own bin alone
 
     def table(self) -> dict[str, Array]:
-        """Return ``low`` and ``high`` in ln SNR, ``count``, ``mean`` and its standard ``error``, each (bins,).
+        """Return ``low`` and ``high`` in ln SNR, ``count``, ``mean`` and its ``standard_error``, each (bins,).
 
-        The values are those of all ranks. ``mean`` is nan in bins without losses, ``error`` also in bins with one loss.
+        The values are those of all ranks. ``mean`` is nan in bins without losses, ``standard_error`` also in bins with one loss.
         Call it on all ranks or on none.
         """
         distributed.sum_tensors([sums := self._sums.clone()], self.group)
@@ -63,8 +63,8 @@ class LossByLevel:
         edges = self.edges.cpu().numpy()
         with np.errstate(divide="ignore", invalid="ignore"):
             mean = total / count
-            error = np.sqrt(np.maximum(squares / count - mean**2, 0) / np.where(count > 1, count - 1, np.nan))
-        return {"low": edges[:-1], "high": edges[1:], "count": count, "mean": mean, "error": error}
+            standard_error = np.sqrt(np.maximum(squares / count - mean**2, 0) / np.where(count > 1, count - 1, np.nan))
+        return {"low": edges[:-1], "high": edges[1:], "count": count, "mean": mean, "standard_error": standard_error}
 
     def picture(self, path: str | Path) -> None:
         """Write a picture of the table, in the format of the file's name.
@@ -77,7 +77,7 @@ class LossByLevel:
         table = self.table()
         middle = (table["low"] + table["high"]) / 2
         with _picture(path) as axes:
-            axes.errorbar(middle, table["mean"], table["error"], marker=".")
+            axes.errorbar(middle, table["mean"], table["standard_error"], marker=".")
             scale = "log" if np.nanmin(table["mean"], initial=1) > 0 else "linear"
             axes.set(xlabel="ln SNR", ylabel="loss", yscale=scale)
 

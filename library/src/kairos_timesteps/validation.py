@@ -91,9 +91,9 @@ class ValidationLoss:
             autocast: context that the network is called in.
 
         Returns:
-            ``loss``: the mean. ``error``: its standard error. ``by_image``: losses by image, (n,), whose difference
+            ``loss``: the mean, with its ``standard_error``. ``by_image``: losses by image, (n,), whose difference
             between two runs varies less than either. By noise level, each (levels,): ``u`` (fraction of the process),
-            ``t`` (time of the process), ``level_loss`` and ``level_error``.
+            ``t`` (time of the process), ``level_loss`` and ``level_standard_error``.
         """
         count, even = len(self.images), self.kind == "even"
         strata = self.strata if even else 8
@@ -114,14 +114,14 @@ class ValidationLoss:
             level = np.bincount(level_indices, losses, strata) / size
             # within a level, because differences between levels are not noise
             deviations = losses - level[level_indices]
-            level_error = np.sqrt(np.bincount(level_indices, deviations**2, strata) / (size * (size - 1)))
-            # losses of one image belong together; the factor of `error` corrects for the sum of deviations, which is 0
-            # over all images (even) or in each level
+            level_standard_error = np.sqrt(np.bincount(level_indices, deviations**2, strata) / (size * (size - 1)))
+            # losses of one image belong together; the factor of `standard_error` corrects for the sum of deviations,
+            # which is 0 over all images (even) or in each level
             variance_of_mean = ((np.bincount(image, deviations) / len(deviations)) ** 2).sum()
-            error = np.sqrt(variance_of_mean * count / max(count - (1 if even else strata), 0))
+            standard_error = np.sqrt(variance_of_mean * count / max(count - (1 if even else strata), 0))
         by_image = np.bincount(image, losses) / np.bincount(image)
-        levels = {"u": u, "t": self.process.times(u), "level_loss": level, "level_error": level_error}
-        return {"loss": float(losses.mean()), "error": float(error), "by_image": by_image, **levels}
+        levels = {"u": u, "t": self.process.times(u), "level_loss": level, "level_standard_error": level_standard_error}
+        return {"loss": float(losses.mean()), "standard_error": float(standard_error), "by_image": by_image, **levels}
 
     def errors(self, network: Any, number: int, u: Tensor, of: str) -> Tensor:
         """Return the squared error by image at fractions u (n,), with noise `number`, float64 (n,) on the CPU.

@@ -129,8 +129,8 @@ def _compare_losses(
     """Yield a row per measured part with its mean losses over images before and after the training.
 
     The columns are ``part`` (number from 0), ``u_low`` and ``u_high`` (its fractions of the process), ``before``,
-    ``after``, ``change`` and ``error``. Column ``error`` is the standard error of the mean change over images, NaN with
-    one image. Losses are (images,) for each part, and `parts` are first and end cells.
+    ``after``, ``change`` and ``standard_error``. The last one is of the mean change over images, and NaN with one image.
+    Losses are (images,) for each part, and `parts` are first and end cells.
     """
     for part, (before, after) in enumerate(zip(losses_before, losses_after)):
         start, end = parts[part]
@@ -142,5 +142,5 @@ def _compare_losses(
             "before": before.mean().item(),
             "after": after.mean().item(),
             "change": change.mean().item(),
-            "error": (change.std() / len(before) ** 0.5).item(),
+            "standard_error": (change.std() / len(before) ** 0.5).item(),
         }
