@@ -55,7 +55,8 @@ class LossByLevel:
     def table(self) -> dict[str, Array]:
         """Return ``low`` and ``high`` in ln SNR, ``count``, ``mean`` and its ``standard_error``, each (bins,).
 
-        The values are those of all ranks. ``mean`` is nan in bins without losses, ``standard_error`` also in bins with one loss.
+        The values are those of all ranks. ``mean`` is nan in bins without losses, ``standard_error`` also in bins with
+        one loss.
         Call it on all ranks or on none.
         """
         distributed.sum_tensors([sums := self._sums.clone()], self.group)

@@ -129,7 +129,7 @@ def _compare_losses(
     """Yield a row per measured part with its mean losses over images before and after the training.
 
     The columns are ``part`` (number from 0), ``u_low`` and ``u_high`` (its fractions of the process), ``before``,
-    ``after``, ``change`` and ``standard_error``. The last one is of the mean change over images, and NaN with one image.
+    ``after``, ``change`` and ``standard_error``. The last one is of the mean change over images, NaN with one image.
     Losses are (images,) for each part, and `parts` are first and end cells.
     """
     for part, (before, after) in enumerate(zip(losses_before, losses_after)):
