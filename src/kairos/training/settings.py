@@ -187,7 +187,7 @@ class TrainingConfig(Section):
     precision: Literal["fp32", "tf32", "bf16", "fp64"] = field(
         "fp32",
         "also on a GPU the default is fp32; tf32: matrix products and convolutions of a GPU in TF32; "
-        "bf16: the network in autocast; fp64: everything in double",
+        "bf16: the network in autocast; fp64: weights, images and the network in double",
     )
     compile: bool = field(
         False, "torch.compile, off by default also on a GPU; its autotuning is not bit-exact between machines"
