@@ -5,10 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from kairos import devices
 from kairos.cli import main
 from kairos.config import validate
 from kairos.costs.network import NetworkCost
@@ -123,6 +125,43 @@ def test_check_rejects_a_batch_that_exceeds_the_gpu_memory(check):
     assert 1 <= fitting < 16384
     assert check("check", "--gpu-memory", "2", resolution=16, training={**big, "microbatch": fitting})[0] == 0
     assert check("check", "--gpu-memory", "2", resolution=16, training={**big, "device": "cpu"})[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "fields", "gpu", "listed"),
+    [
+        ("cuda", {}, None, "training.precision, sampling.precision"),
+        ("auto", {}, (8, 0), "training.precision, sampling.precision"),
+        ("auto", {"training": {"precision": "bf16"}}, (8, 0), "sampling.precision"),
+        ("auto", {"training": {"precision": "fp64"}, "sampling": {"precision": "tf32"}}, (8, 0), None),
+        ("auto", {}, (7, 5), None),  # the GPU has no other precision
+        ("cuda", {}, (7, 5), None),
+        ("auto", {}, None, None),
+        ("cpu", {}, (8, 0), None),
+    ],
+)
+def test_check_reports_fp32_where_networks_run_on_a_gpu_with_faster_precisions(
+    device, fields, gpu, listed, check, monkeypatch
+):
+    properties = gpu and SimpleNamespace(total_memory=80 * 2**30, major=gpu[0], minor=gpu[1])
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    training = {"device": device, **fields.get("training", {})}
+    status, output = check("check", resolution=16, training=training, changes={"sampling": fields.get("sampling", {})})
+    assert status == 0
+    lines = [line for line in output.splitlines() if "precision" in line]
+    assert len(lines) == (listed is not None)
+    assert all(line.startswith(f"{listed}: fp32") for line in lines)
+
+
+def test_check_reports_fp32_for_a_gpu_of_another_machine(check):
+    """The memory of a GPU, or a cluster's profile, is the sign that jobs with `device: auto` get a GPU."""
+    assert "precision: fp32" not in check("check", resolution=16)[1]
+    assert "precision: fp32" in check("check", "--gpu-memory", "80", resolution=16)[1]
+    profile = str(Path(__file__).parents[1] / "profiles/slurm")
+    assert "precision: fp32" in check("check", "--profile", profile, resolution=16)[1]
+    assert "precision: fp32" not in check("check", "--profile", profile, resolution=16, training={"device": "cpu"})[1]
 
 
 def test_a_microbatch_is_advised_only_if_it_fits():

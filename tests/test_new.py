@@ -3,29 +3,43 @@
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
+import torch
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from fake_cuda import DEVICE, fake_cuda
+from kairos import compute, devices
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.costs import new_experiment
+from kairos.data.latents import open_latents
+from kairos.training.loop import train_steps
 from test_beforehand import write_digits
 from test_schema import SCHEMA
+from training_case import build_training, make_latents
 from workflow_copy import Copy
+
+A100 = SimpleNamespace(name="A100", total_memory=80 * 2**30, major=8, minor=0)
+T4 = SimpleNamespace(name="T4", total_memory=16 * 2**30, major=7, minor=5)  # neither TF32 nor bfloat16
 
 
 @pytest.fixture
 def write_for(tmp_path, monkeypatch, capsys):
-    """Function that writes a file for a folder of images without measuring; returns its values and its text."""
+    """Function that writes a file for a folder of images without measuring; returns its values and its text.
+
+    Its `gpu` are the properties of a GPU that the machine seems to have.
+    """
     monkeypatch.chdir(tmp_path)
 
-    def call(images: Path, gpu: str | None = None) -> tuple[dict, str]:
-        machine = new_experiment.Machine(gpu, cores=8, memory=32.0)
-        monkeypatch.setattr(new_experiment, "_inspect_machine", lambda: machine)
+    def call(images: Path, gpu: SimpleNamespace | None = None) -> tuple[dict, str]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+        monkeypatch.setattr(devices, "has_nvidia_driver", lambda: gpu is not None)
         monkeypatch.setattr(new_experiment, "_find_steps", lambda experiment, facts: (2600, 1800.0))
         (tmp_path / "mine.yaml").unlink(missing_ok=True)
         assert main(["new", "mine.yaml", "--data", str(images), "--minutes", "30"]) == 0
@@ -35,6 +49,7 @@ def write_for(tmp_path, monkeypatch, capsys):
         jsonschema.validate(values, SCHEMA)
         assert load("mine.yaml").experiment == "mine"
         assert main(["check", "mine.yaml"]) == 0
+        assert "precision: fp32" not in capsys.readouterr().out, "the proposal leaves nothing to report"
         bare = [line for line in text.splitlines() if line and "#" not in line and not line.endswith(":")]
         assert not bare, "each line needs a comment with its reason"
         return values, text
@@ -112,8 +127,39 @@ def test_the_short_run_accepts_a_class_of_few_images(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_a_gpu_gets_larger_images_and_networks(write_for, tmp_path):
-    values, text = write_for(write_digits(tmp_path / "x", [(300, 300)] * 20), gpu="A100, 80 GiB")
+    values, text = write_for(write_digits(tmp_path / "x", [(300, 300)] * 20), gpu=A100)
     assert values["dataset"]["resolution"] == 256 and values["model"]["size"] == "s/2" and "A100, 80 GiB" in text
+
+
+@pytest.mark.parametrize(("gpu", "precision"), [(A100, "tf32"), (T4, "fp32"), (None, "fp32")])
+def test_networks_use_tf32_on_a_gpu_that_has_it(gpu, precision, write_for, tmp_path):
+    values, text = write_for(write_digits(tmp_path / "x", [(8, 8)] * 4), gpu)
+    proposed = load("mine.yaml")
+    assert proposed.training.precision == proposed.sampling.precision == precision
+    assert proposed.evaluation.precision == "fp32"
+    assert ("precision" in values["training"]) == (gpu is not None), "without a GPU there is no choice"
+    assert ("compute capability 7.5" in text) == (gpu is T4)
+
+
+def test_the_experiment_proposed_for_a_gpu_trains_there_in_its_precision(write_for, tmp_path, monkeypatch):
+    write_for(write_digits(tmp_path / "x", [(8, 8)] * 4), A100)
+    plain = load("mine.yaml").plain()
+    plain["model"] |= {"depth": 1}
+    latents = open_latents(make_latents(tmp_path / "latents"))
+    try:
+        compute.setup(1, "cuda", deterministic=False, precision=plain["training"]["precision"])
+        assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a simulated device needs no driver
+        with fake_cuda():
+            training = build_training(plain, "uniform", 0, latents, DEVICE)
+            steps = train_steps(training, 2)
+            next(steps)
+            steps.close()
+            state = [*training.parameters, *training.average.weights.values()]
+            assert {(tensor.dtype, tensor.device) for tensor in state} == {(torch.float32, DEVICE)}
+    finally:
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 @pytest.mark.long

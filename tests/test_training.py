@@ -18,13 +18,13 @@ from kairos.data.batches import Batch, Batches
 from kairos.data.latents import open_latents
 from kairos.files import DamagedError, read_json, sha256_bytes, write_text
 from kairos.milestones import check_milestone, open_milestone
-from kairos.training import checkpoint
+from kairos.training import checkpoint, loop
 from kairos.training.job import StoppedEarly, StopRequest
 from kairos.training.run_folder import RunFolder
 from kairos_timesteps.errors import ConfigError, KairosError
 from marks import mark_long
 from specifications import Specification, examples, specifications
-from training_case import experiment, make_latents, train, train_command, write_experiment
+from training_case import build_training, experiment, make_latents, train, train_command, write_experiment
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +377,33 @@ def test_the_newest_checkpoint_of_ten_million_steps_is_that_with_the_largest_ste
     assert store.newest_checkpoint()["step"] == 10_000_000
     assert store.newest_checkpoint(latest_step=9_999_999)["step"] == 9_999_500
     assert len([*store.state.glob("checkpoints/*.ckpt")]) == 2
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_the_precision_changes_the_output_of_the_network_alone(precision, latents, monkeypatch):
+    """Draws are those of fp32. Losses, gradients, weights, their average and the optimizer's moments are float32."""
+    compute_losses, tensors = loop.predict_and_compute_losses, {}
+
+    def record(training, *arguments, **keywords):
+        prediction, terms = compute_losses(training, *arguments, **keywords)
+        inputs = (prediction.x0, prediction.noise, prediction.t, prediction.x_t)
+        tensors[training.settings.precision] = (inputs, *terms.values())
+        return prediction, terms
+
+    monkeypatch.setattr(loop, "predict_and_compute_losses", record)
+    for name in ("fp32", precision):
+        plain = experiment(training__precision=name)
+        training = build_training(plain, "uniform", 0, open_latents(latents), torch.device("cpu"))
+        steps = loop.train_steps(training, 1)
+        next(steps)
+        steps.close()
+    (expected, _), (inputs, loss) = tensors["fp32"], tensors[precision]
+    assert all(map(torch.equal, inputs, expected))
+    state = training.state_dict()
+    values = [loss, *state["model"].values(), *state["ema"].values()]
+    values += [parameter.grad for parameter in training.parameters]
+    values += [moment for moments in state["optimizer"]["state"].values() for moment in moments.values()]
+    assert {value.dtype for value in values} == {torch.float32}
 
 
 def test_bf16_and_condition_dropout_resume_exactly(latents, tmp_path):

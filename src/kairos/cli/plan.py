@@ -12,7 +12,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
     steps_per_second = "speed of a training run of the cheapest method"
     parser.add_argument("--steps-per-second", type=float, metavar="R", help=steps_per_second)
-    tflops = "alternative: peak speed of a GPU, 10^12 operations per second"
+    tflops = "alternative: peak speed of a GPU in training.precision, 10^12 operations per second"
     parser.add_argument("--tflops", type=float, metavar="X", help=tflops)
     utilisation = "fraction of --tflops that training reaches (0.4)"
     parser.add_argument("--utilisation", type=float, default=0.4, metavar="U", help=utilisation)

@@ -22,6 +22,7 @@ import torch
 import yaml
 
 from kairos.config import Experiment, validate
+from kairos.costs.preflight import TF32_MAJOR
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import ImageCounts, ImageProperties, count_images, inspect_images
 from kairos.evaluation.separation import ENOUGH_IMAGES
@@ -47,11 +48,15 @@ class Machine:
 
     Attributes:
         gpu: name and memory of the GPU; None without a GPU.
+        capability: compute capability of the GPU, such as ``8.0``; empty without a GPU.
+        has_tf32: True if the GPU has TF32, and fast bfloat16.
         cores: number of CPUs that `make run` uses, at least 2.
         memory: main memory, GiB.
     """
 
     gpu: str | None
+    capability: str
+    has_tf32: bool
     cores: int
     memory: float
 
@@ -169,7 +174,13 @@ def _inspect_machine() -> Machine:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu_text = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" if gpu else None
     cores = max(len(os.sched_getaffinity(0)), 2)  # the default of CORES in the Makefile
-    return Machine(gpu=gpu_text, cores=cores, memory=memory)
+    return Machine(
+        gpu=gpu_text,
+        capability=f"{gpu.major}.{gpu.minor}" if gpu else "",
+        has_tf32=gpu is not None and gpu.major >= TF32_MAJOR,
+        cores=cores,
+        memory=memory,
+    )
 
 
 def render_experiment(facts: Facts, steps: int, seconds: float) -> str:

@@ -1,4 +1,7 @@
-"""Find problems that would end a run after hours, before any job: images, GPU memory, time limits of a cluster."""
+"""Find problems before any job: images, GPU memory, time limits of a cluster, and fp32 on a GPU.
+
+All but the last would end a run after hours.
+"""
 
 import math
 from collections.abc import Iterator
@@ -21,6 +24,7 @@ from kairos_timesteps.errors import ConfigError, KairosError, demand, rejection
 if TYPE_CHECKING:
     from kairos.costs.estimate import CostEstimate
 
+TF32_MAJOR = 8  # the first major compute capability of GPUs that compute TF32 and bfloat16 on tensor cores
 _CONTEXT_GIB = 1  # memory of a GPU for its context and the libraries' workspace
 
 
@@ -28,6 +32,8 @@ def find_warnings(
     experiment: Experiment, profile: Path | None, gpu_memory: float | None, steps_per_second: float | None
 ) -> Iterator[str]:
     """Yield warnings about an experiment that could fail late: images, memory of a GPU, time limits of a cluster.
+
+    A note reports networks that compute in fp32 on a GPU, see `_report_fp32`.
 
     Images are read if they are in a folder. Held-out images from another path are listed; they must not be training
     images. Memory is not checked without a GPU's memory or for training on CPUs. If the cost cannot be estimated,
@@ -52,8 +58,11 @@ def find_warnings(
 
         with suppress(MissingDataError):  # `warn_of_missing` reports missing files
             check_heldout(experiment.dataset)
-    if gpu_memory is None:
-        gpu_memory = _find_gpu_memory()
+    is_for_other_machine = profile is not None or gpu_memory is not None
+    gpu = _find_gpu()
+    if gpu_memory is None and gpu is not None:
+        gpu_memory = gpu.total_memory / 2**30
+    yield from _report_fp32(experiment, is_for_other_machine, gpu)
     if not (profile or gpu_memory):
         return
     from kairos.costs.estimate import estimate_cost  # imports torch, which takes seconds
@@ -72,13 +81,32 @@ def find_warnings(
         yield from _check_time_limits(experiment, profile, needed_minutes=60 * longest_job_hours)
 
 
-def _find_gpu_memory() -> float | None:
-    """Return the memory of this machine's first GPU in GiB; None without a GPU that torch can use."""
+def _find_gpu() -> Any:
+    """Return torch's properties of this machine's first GPU; None without a GPU that torch can use."""
     if not devices.has_nvidia_driver():  # saves the seconds that importing torch takes
         return None
     import torch
 
-    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
+    return torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+
+
+def _report_fp32(experiment: Experiment, is_for_other_machine: bool, gpu: Any) -> Iterator[str]:
+    """Yield a note if networks train or sample in fp32 on a GPU that has TF32 and bfloat16.
+
+    Args:
+        is_for_other_machine: jobs with ``device: auto`` compute on GPUs of another machine.
+        gpu: properties of this machine's GPU; None without one.
+    """
+    device = experiment.training.device
+    may_use_gpu = device != "cpu" and (device != "auto" or is_for_other_machine or gpu is not None)
+    lacks_tf32 = not is_for_other_machine and gpu is not None and gpu.major < TF32_MAJOR
+    if not may_use_gpu or lacks_tf32:
+        return
+    precisions = {"training": experiment.training.precision, "sampling": experiment.sampling.precision}
+    fields = [f"{section}.precision" for section, precision in precisions.items() if precision == "fp32"]
+    if fields:
+        reason = "tf32 or bf16 use the tensor cores of GPUs from compute capability 8.0; see docs/experiments.md"
+        yield f"{', '.join(fields)}: fp32 on a GPU; {reason}"
 
 
 def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:

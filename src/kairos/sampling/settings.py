@@ -169,7 +169,9 @@ class SamplingConfig(Section):
     guidance_interval: list[float] | None = field(
         None, "smallest and largest noise over signal that are guided; null: all", min_length=2, max_length=2
     )
-    precision: Literal["fp32", "tf32", "bf16"] = field("fp32", "precision of the network; images are decoded in fp32")
+    precision: Literal["fp32", "tf32", "bf16"] = field(
+        "fp32", "precision of the network, fp32 also on a GPU; images are decoded in fp32"
+    )
     batch_size: int = field(128, "images per network evaluation; does not change the images", ge=1)
     shards: int = field(1, "jobs that share the images of a snapshot; does not change the images", ge=1)
     labels: Literal["balanced", "data"] = field("balanced", "classes equally often, or as often as in the data")

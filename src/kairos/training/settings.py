@@ -185,9 +185,13 @@ class TrainingConfig(Section):
     schedule: Annotated[ScheduleOptions, component(SCHEDULES)] = field("constant", "learning rate after warm-up")
     ema: Annotated[AverageOptions, component(AVERAGES, "decay")] = field({}, "average of the weights")
     precision: Literal["fp32", "tf32", "bf16", "fp64"] = field(
-        "fp32", "tf32: matrix products of a GPU; bf16: the network in autocast; fp64: everything in double"
+        "fp32",
+        "also on a GPU the default is fp32; tf32: matrix products and convolutions of a GPU in TF32; "
+        "bf16: the network in autocast; fp64: weights, images and the network in double",
     )
-    compile: bool = field(False, "torch.compile; its autotuning is not bit-exact between machines")
+    compile: bool = field(
+        False, "torch.compile, off by default also on a GPU; its autotuning is not bit-exact between machines"
+    )
     deterministic: bool | Literal["portable"] = field(
         True, "deterministic algorithms only; portable: equal bits on any x86-64 CPU"
     )
