@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from kairos_timesteps.errors import rejection
+from kairos_timesteps.errors import ConfigError, rejection
 
 Kind = Literal["8-bit", "16-bit colour", "integer", "float"]
 
@@ -155,15 +155,15 @@ class DatasetValues:
             images = f"{values.unsuitable_count} of {total_count} images"
             names = ", ".join(values.unsuitable)
             if kind == "8-bit":
-                got = f"{_bracket(self._value_range)}, but {images} have 8 bits, such as {names}"
+                got = f"{format_range(self._value_range)}, but {images} have 8 bits, such as {names}"
                 allowed = "null, which takes them as they are; a range is for images of more than 8 bits alone"
             elif kind == "16-bit colour":
-                got = f"{_bracket(self._value_range)}, but {images} have colour of 16 bits, such as {names}"
+                got = f"{format_range(self._value_range)}, but {images} have colour of 16 bits, such as {names}"
                 allowed = "null or [0, 65535], since only their upper 8 bits are read; or convert them to 8 bits"
             else:
                 present = _interval(values.smallest, values.largest)
                 got = f"{self._describe_range(kind)}, but {images} hold other values, such as {names}"
-                suggestion = _bracket(_suggest_range(kind, values.smallest, values.largest))
+                suggestion = format_range(_suggest_range(kind, values.smallest, values.largest))
                 allowed = (
                     f"[low, high], the values that become black and white in all images, such as {suggestion}; "
                     f"the {_NOUNS[kind]} hold {present}"
@@ -187,8 +187,24 @@ class DatasetValues:
             )
             alternative = "images of 8 bits"
             if kind == "integer":
-                alternative = _bracket(_suggest_range(kind, values.smallest, values.largest))
+                alternative = format_range(_suggest_range(kind, values.smallest, values.largest))
             raise rejection("dataset.value_range", got, f"{alternative}, or [0, 65535] if the images are dark")
+
+    def propose_range(self) -> tuple[float, float] | None:
+        """Return a range for `dataset.value_range` that fits all images; None if its default fits them.
+
+        Raises:
+            ConfigError: the default does not fit, and images of several types or of 16-bit colour need other ranges.
+        """
+        try:
+            self.check_range()
+            self.check_bits()
+        except ConfigError:
+            if len(self._by_kind) > 1 or "16-bit colour" in self._by_kind:
+                raise
+            ((kind, values),) = self._by_kind.items()
+            return _suggest_range(kind, values.smallest, values.largest)
+        return None
 
     def records(self) -> list[dict[str, Any]]:
         """Return number, extrema and range of the images of each type, as JSON; extrema of 8 bits are not measured."""
@@ -204,7 +220,7 @@ class DatasetValues:
     def _describe_range(self, kind: Kind) -> str:
         """Return the range of a type as text: the setting, or null with the default."""
         if self._value_range is not None:
-            return _bracket(self._value_range)
+            return format_range(self._value_range)
         return f"null ({_interval(*_RANGES[kind])})"
 
 
@@ -297,6 +313,6 @@ def _interval(low: float, high: float) -> str:
     return f"{_number(low)} to {_number(high)}"
 
 
-def _bracket(value_range: Sequence[float] | None) -> str:
+def format_range(value_range: Sequence[float] | None) -> str:
     """Return a range as a user would write it."""
     return "null" if value_range is None else f"[{', '.join(map(_number, value_range))}]"
