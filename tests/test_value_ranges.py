@@ -18,6 +18,7 @@ from kairos.data.linked_images import delete_temporary_copy
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.files import DamagedError
+from kairos.sampling.samples_file import open_samples
 from kairos_timesteps.errors import ConfigError, KairosError
 from test_data import config, folder_config, write_images
 from test_tables import hub_cache  # noqa: F401  (a fixture)
@@ -71,7 +72,7 @@ def test_all_floats_of_a_data_set_are_scaled_by_one_range(value_range, tmp_path)
     assert np.abs(pixels[..., 0] - expected).max() <= 0.5 + 1e-4
 
 
-def test_dark_floats_stay_dark_beside_bright_ones(tmp_path):
+def test_dark_floats_stay_dark_if_others_are_bright(tmp_path):
     folder = write_arrays(tmp_path / "in", [ramp(0, 0.5, np.float32), ramp(0, 1, np.float32)])
     pixels = prepare_pixels(folder_config(folder, color="grey"), tmp_path / "out")
     assert pixels.max(axis=(1, 2, 3)).tolist() == [128, 255]
@@ -236,6 +237,12 @@ def test_an_invalid_range_is_rejected(value_range, tmp_path):
 def test_digits_have_no_range():
     with pytest.raises(ValueError, match=r"dataset\.value_range"):
         config(value_range=[0, 16])
+
+
+def test_generated_images_of_floats_are_rejected(tmp_path):
+    np.savez(tmp_path / "adm.npz", arr_0=np.zeros((4, 8, 8, 3), np.float32))
+    with pytest.raises(KairosError, match=r"adm\.npz: images: got float32.*uint8"):
+        open_samples(tmp_path / "adm.npz")
 
 
 # reports

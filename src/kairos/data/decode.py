@@ -9,7 +9,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from kairos.array_shapes import SingleImage
-from kairos.data.values import SIXTEEN_BIT_COLOUR, find_kind, scale_values
+from kairos.data.values import SIXTEEN_BIT_COLOUR, find_kind, find_range
 from kairos_timesteps.errors import KairosError
 
 RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.LANCZOS}
@@ -147,12 +147,15 @@ def _resize_short_side(image: Image.Image, resolution: int, resample: Image.Resa
 def _to_eight_bit(image: Image.Image, value_range: Sequence[float] | None) -> Image.Image:
     """Return an image as an opaque one with 8 bits per channel, grey or RGB.
 
-    Integers of 16 or 32 bits and floats are scaled by `values.scale_values`. Transparency is composed over white and
-    becomes RGB. Other modes, such as palettes and CMYK, become RGB. An opaque image with mode L or RGB is returned
-    itself.
+    Integers of 16 or 32 bits and floats are scaled by `values.find_range` and rounded; values outside of the range
+    become black or white. Transparency is composed over white and becomes RGB. Other modes, such as palettes and CMYK,
+    become RGB. An opaque image with mode L or RGB is returned itself.
     """
-    if find_kind(image) in ("integer", "float"):
-        return scale_values(image, value_range)
+    kind = find_kind(image)
+    if kind in ("integer", "float"):
+        black, white = find_range(kind, value_range)
+        scaled = (np.asarray(image).astype(np.float64) - black) / (white - black) * 255
+        return Image.fromarray(scaled.round().clip(0, 255).astype(np.uint8))
     has_alpha = "A" in image.mode or "a" in image.mode  # RGBA and LA, or premultiplied RGBa and La
     if has_alpha or "transparency" in image.info:
         image = image.convert("RGBA")

@@ -7,12 +7,14 @@ Values outside of the range are rejected, except floats that round to black or w
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from PIL import Image
 
 from kairos_timesteps.errors import ConfigError, rejection
+
+if TYPE_CHECKING:
+    from PIL import Image  # checks before a run, which read no image, import this module
 
 Kind = Literal["8-bit", "16-bit colour", "integer", "float"]
 
@@ -69,7 +71,7 @@ class _ValuesOfKind:
     unsuitable: list[str] = field(default_factory=list)
 
 
-def find_kind(image: Image.Image) -> Kind:
+def find_kind(image: "Image.Image") -> Kind:
     """Return the type of an image's stored values; PIL may have read only the header of the file."""
     if image.mode.startswith("I"):  # 16 or 32 bits; PIL has no mode of 16 bits with colour
         return "integer"
@@ -91,7 +93,7 @@ def find_range(kind: Kind, value_range: Sequence[float] | None) -> tuple[float, 
     return black, white
 
 
-def measure_values(image: Image.Image) -> ImageValues:
+def measure_values(image: "Image.Image") -> ImageValues:
     """Return type and extrema of an image's stored values.
 
     Raises:
@@ -108,16 +110,6 @@ def measure_values(image: Image.Image) -> ImageValues:
     if damaged:
         raise ValueError(f"{damaged} of {values.size} pixels are NaN or infinite")
     return ImageValues(kind, float(values.min()), float(values.max()))
-
-
-def scale_values(image: Image.Image, value_range: Sequence[float] | None) -> Image.Image:
-    """Return an image of integers or floats as a grey one of 8 bits, scaled by the range of its type and rounded.
-
-    Values outside of the range become black or white. `DatasetValues` rejects them beforehand.
-    """
-    black, white = find_range(find_kind(image), value_range)
-    scaled = (np.asarray(image).astype(np.float64) - black) / (white - black) * 255
-    return Image.fromarray(scaled.round().clip(0, 255).astype(np.uint8))
 
 
 class DatasetValues:
