@@ -302,7 +302,7 @@ def test_check_prints_values_and_scaling(check, tmp_path):
     status, output = check("check", folder, value_range=[0, 2])
     assert status == 0 and "of which 0 becomes black and 2 white" in output
     status, output = check("check", tmp_path / "absent")
-    assert status == 0 and "values: images of 8 bits" in output
+    assert status == 0 and "values: 8 bits as stored; integers of more bits: 0 black, 65535 white" in output
     status, output = check("check", write_images(tmp_path / "eight", 20))
     assert status == 0 and "values: 20 images of 8 bits" in output
 
@@ -317,6 +317,15 @@ def test_check_rejects_values_that_prepare_would_reject(check, tmp_path):
     damaged[0, 0] = np.nan
     status, output = check("check", write_arrays(tmp_path / "damaged", [damaged] * 20))
     assert status == 2 and "1 of 64 pixels" in output and "00.tiff" in output
+
+
+def test_check_only_warns_of_small_integers_if_it_has_not_read_all_images(check, tmp_path, monkeypatch):
+    monkeypatch.setattr("kairos.data.source_statistics._MOST_MEASURED", 10)
+    folder = write_arrays(tmp_path / "in", [ramp(0, 4095, np.uint16)] * 19 + [ramp(0, 65535, np.uint16)])
+    status, output = check("check", folder)
+    assert status == 0 and "warning: dataset.value_range" in output
+    assert "values: 20 grey images of more than 8 bits" in output
+    assert check("prepare", folder, "--config")[0] == 0
 
 
 def test_prepare_prints_values_and_check_prints_the_warnings_of_the_prepared_data_set(check, tmp_path):

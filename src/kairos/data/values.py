@@ -251,10 +251,7 @@ def describe_rule(value_range: Sequence[float] | None) -> str:
     if value_range is not None:
         black, white = map(_number, value_range)
         return f"images have more than 8 bits; {black} becomes black and {white} white"
-    return (
-        "images of 8 bits are taken as they are; of integers with more bits 0 becomes black and 65535 white, "
-        "of floats 0 and 1"
-    )
+    return "8 bits as stored; integers of more bits: 0 black, 65535 white; floats: 0 black, 1 white"
 
 
 def find_shade(counts: np.ndarray) -> Literal["", "black", "white"]:
