@@ -81,6 +81,7 @@ def _write_shared(results: Path) -> None:
         {
             "source": "digits", "count": 60, "height": 8, "width": 8, "channels": 1, "classes": ["0", "1"],
             "train_count": 40, "heldout_count": 20, "content_sha256": "d" * 64, "skipped": [], "conditions": {},
+            "values": [{"kind": "8-bit", "count": 60, "black": 0, "white": 255}], "warnings": [],
         },
     )  # fmt: skip
     write_json(

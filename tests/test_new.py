@@ -85,6 +85,16 @@ def test_few_colour_images_without_classes_get_a_selfsupervised_extractor(write_
     assert values["evaluation"]["extractor"]["name"] == "selfsupervised" and "without labels" in text
 
 
+@pytest.mark.parametrize(("white", "kind"), [(4095, "uint16"), (65535, "float32"), (1, "float32"), (65535, "uint16")])
+def test_the_range_of_stored_values_is_proposed_unless_it_is_the_default(write_for, tmp_path, white, kind):
+    (tmp_path / "flat").mkdir()
+    for number, pixels in enumerate(load_digits().images[:40]):
+        Image.fromarray((pixels / 16 * white).astype(kind)).save(tmp_path / f"flat/{number}.tiff")
+    values, _ = write_for(tmp_path / "flat")
+    is_default = (white, kind) in ((1, "float32"), (65535, "uint16"))
+    assert values["dataset"].get("value_range") == (None if is_default else [0, white])
+
+
 @pytest.mark.parametrize("name", ["2026-11-03", "2026-13-40", "2024", "on", "null"])
 def test_names_that_yaml_would_convert_and_folders_of_any_characters_are_quoted(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kairos.cli.common import add_plugins
 from kairos.components import ComponentOptions
+from kairos.files import read_json
 from kairos.library_components import LibraryComponent
 from kairos.progress import table
 from kairos_timesteps.options import default_values, options_without_name
@@ -113,8 +114,21 @@ def _check_file(arguments: argparse.Namespace) -> None:
         steps_per_second=arguments.steps_per_second,
     )
     messages += warn_of_missing(experiment)
+    messages += _find_dataset_warnings(Path(layout.results))
     for message in messages:
         print(message)
+
+
+def _find_dataset_warnings(results: Path) -> list[str]:
+    """Return the warnings in the record of the prepared data set in a folder of results; empty if it is not prepared.
+
+    Raises:
+        DamagedError: the record is damaged.
+    """
+    manifest = results / "dataset" / "manifest.json"
+    if not manifest.is_file():
+        return []
+    return [f"warning: {manifest.parent}: {warning}" for warning in read_json(manifest)["warnings"]]
 
 
 def _wrap(text: str) -> str:

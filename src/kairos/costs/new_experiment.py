@@ -25,6 +25,7 @@ from kairos.config import Experiment, validate
 from kairos.costs.preflight import TF32_MAJOR
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import ImageCounts, ImageProperties, count_images, inspect_images
+from kairos.data.values import format_range
 from kairos.evaluation.separation import ENOUGH_IMAGES
 from kairos.files import read_entries, read_json
 from kairos.progress import duration, log
@@ -72,6 +73,7 @@ class Facts:
         schema: path of the schema of experiment files, from the folder of the experiment file.
         counts: numbers of images and classes.
         images: sizes and colours of the images.
+        value_range: range of stored values as text, such as ``[0, 4095]``; empty if the default fits the images.
         shorter_side: median of the images' shorter sides, pixels.
         machine: resources of this machine.
     """
@@ -82,6 +84,7 @@ class Facts:
     schema: str
     counts: ImageCounts
     images: ImageProperties
+    value_range: str
     shorter_side: float
     machine: Machine
 
@@ -133,7 +136,8 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
         schema: path of the schema of experiment files, from the folder of the experiment file.
 
     Raises:
-        ConfigError: there is no such folder, it contains too few images, or an experiment file cannot contain a path.
+        ConfigError: there is no such folder, it contains too few images, an experiment file cannot contain a path, or
+            no range fits the stored values of all images.
         KairosError: images cannot be read; the message reports them.
     """
     demand(folder.is_dir(), "--data", repr(str(folder)), "a folder that exists")
@@ -150,6 +154,7 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
         lines = "\n  ".join(names)
         count = format_count(len(images.unread), "image")
         raise KairosError(f"--data: {folder}: {count} cannot be read; repair or remove:\n  {lines}")
+    value_range = images.values.propose_range()
     has_enough = (counts.count or 0) >= FEWEST_IMAGES  # a number that is not known (None) is too small
     demand(has_enough, "--data", f"{counts.count} images in {folder}", f"{FEWEST_IMAGES} or more")
     shorter_side = statistics.median(min(size) for size in images.sizes.elements())  # each image counts
@@ -160,6 +165,7 @@ def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts
         schema=schema,
         counts=counts,
         images=images,
+        value_range=format_range(value_range) if value_range else "",
         shorter_side=shorter_side,
         machine=_inspect_machine(),
     )

@@ -17,6 +17,7 @@ from kairos.config.consistency import check_input
 from kairos.costs.dataset_size import Shape, latent_shape
 from kairos.data.settings import MissingDataError
 from kairos.data.source_statistics import inspect_images
+from kairos.data.values import describe_rule, describe_values
 from kairos.status.cluster_checks import profile_file
 from kairos.workflow.rules import gpus_per_job, training_resources
 from kairos_timesteps.errors import ConfigError, KairosError, demand, rejection
@@ -33,12 +34,11 @@ def find_warnings(
 ) -> Iterator[str]:
     """Yield warnings about an experiment that could fail late: images, memory of a GPU, time limits of a cluster.
 
-    A note reports networks that compute in fp32 on a GPU, see `_report_fp32`.
-
-    Images are read if they are in a folder. Held-out images from another path are listed; they must not be training
-    images. Memory is not checked without a GPU's memory or for training on CPUs. If the cost cannot be estimated,
-    because a shape is not known yet for example, this is a warning; memory and the duration of jobs are then not
-    checked. The checks run, and raise errors, while the caller iterates.
+    A line on the range of stored values is always yielded. A note reports networks that compute in fp32 on a GPU, see
+    `_report_fp32`. Images are read if they are in a folder. Held-out images from another path are listed; they must not
+    be training images. Memory is not checked without a GPU's memory or for training on CPUs. If the cost cannot be
+    estimated, because a shape is not known yet for example, this is a warning; memory and the duration of jobs are then
+    not checked. The checks run, and raise errors, while the caller iterates.
 
     Args:
         profile: folder of a cluster's profile; None: time limits are not checked.
@@ -53,6 +53,8 @@ def find_warnings(
         _check_shapes(experiment, experiment.dataset.side)
     if experiment.dataset.source == "folder":
         yield from _check_images(experiment)
+    else:
+        yield f"values: {describe_rule(experiment.dataset.value_range)}"
     if experiment.dataset.heldout_section is not None:
         from kairos.data.sources import check_heldout
 
@@ -153,16 +155,18 @@ def _check_shapes(experiment: Experiment, image_side: int) -> None:
 
 
 def _check_images(experiment: Experiment) -> Iterator[str]:
-    """Check that the jobs accept the images, and yield a note if sizes differ or images are not square.
+    """Check that the jobs accept the images, and yield notes on their values, and on different sizes or sides.
 
-    Only the headers of at most 20,000 images are read. The conditions are:
+    Only the headers of at most 20,000 images are read, and of those of more than 8 bits the values of at most 500. The
+    conditions are:
 
     * Unreadable images need ``broken: skip``.
+    * Stored values fit the range of the data set, see `data.values`.
     * ``crop: none`` needs square images.
     * Without a resolution, all images have one size after cropping or padding, which `_check_shapes` accepts.
     * ``crop: pad`` needs a resolution of at least the longest side.
 
-    A missing or empty folder yields nothing and raises no error, since `count_images` reports it.
+    A missing or empty folder yields the rule for values alone and raises no error, since `count_images` reports it.
 
     Raises:
         ConfigError: a job would reject the images.
@@ -172,12 +176,23 @@ def _check_images(experiment: Experiment) -> Iterator[str]:
     try:
         images = inspect_images(dataset)
     except ConfigError:  # a missing or empty folder, which `count_images` reports
+        yield f"values: {describe_rule(dataset.value_range)}"
         return
     # unreadable images
     if images.unread and dataset.broken != "skip":
         unread = ", ".join(images.unread[:5]) + (", ..." if len(images.unread) > 5 else "")
         value = f"{dataset.broken}, and cannot be read: {unread}"
         raise rejection("dataset.broken", value, "skip, or repair or remove them")
+
+    # stored values
+    images.values.check_range()
+    try:
+        images.values.check_bits()
+    except ConfigError as error:
+        if images.all_measured:
+            raise
+        yield f"warning: {error}"
+    yield f"values: {describe_values(images.values.records())}"
 
     # shapes and sizes
     not_square_count, cropped_area = images.cropping  # the area is a fraction

@@ -1,12 +1,15 @@
 """Conversion of image files to arrays of one format: 8 bits, grey or RGB, square, with the configured resolution."""
 
 import io
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from kairos.array_shapes import SingleImage
+from kairos.data.values import SIXTEEN_BIT_COLOUR, find_kind, find_range
 from kairos_timesteps.errors import KairosError
 
 RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.LANCZOS}
@@ -33,6 +36,7 @@ def read_image(data: bytes | Path) -> Image.Image:
     """
     try:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as image:
+            mark_sixteen_bit_colour(image)
             image.load()  # open alone reads the header only; a truncated file fails here
             # not `ImageOps.exif_transpose`, which also encodes the other EXIF tags again and fails if one is damaged
             transposition = find_transposition(image)
@@ -54,8 +58,25 @@ def find_transposition(image: Image.Image) -> Image.Transpose | None:
     return _TRANSPOSITIONS.get(orientation) if isinstance(orientation, int) else None
 
 
+def mark_sixteen_bit_colour(image: Image.Image) -> None:
+    """Set `SIXTEEN_BIT_COLOUR` in the information of an image of 16 bits per channel, of which PIL reads the upper 8.
+
+    Grey images of 16 bits, which PIL reads completely, get no mark. The pixels must not have been read yet.
+    """
+    # PIL describes the bytes of a file as in ``RGB;16B``, with the order of the bytes; ``BGR;16`` has 16 bits a pixel
+    is_reduced = any(re.search(r";16[BLN]", str(tile.args)) for tile in getattr(image, "tile", ()))
+    if is_reduced and not image.mode.startswith("I"):
+        image.info[SIXTEEN_BIT_COLOUR] = True
+
+
 def to_pixels(
-    image: Image.Image, color: str, crop: str, resolution: int | None, name: str, resample: str = "bicubic"
+    image: Image.Image,
+    color: str,
+    crop: str,
+    resolution: int | None,
+    name: str,
+    resample: str = "bicubic",
+    value_range: Sequence[float] | None = None,
 ) -> SingleImage:
     """Convert a decoded image to the format of the data set, uint8 (height, width, channels).
 
@@ -68,7 +89,7 @@ def to_pixels(
       twice the resolution, resize it, then cut out the centre. The caller ensures that there is a resolution.
 
     Except with ``adm``, the image is resized after cropping. Images with more than 8 bits or with transparency are
-    converted by `_to_eight_bit`.
+    converted by `_to_eight_bit`. The caller ensures that their values are in the range, see `values.DatasetValues`.
 
     Args:
         image: the decoded image, in any mode of PIL.
@@ -77,11 +98,12 @@ def to_pixels(
         resolution: side in pixels after resizing (with antialiasing); None: the image is not resized.
         name: name of the image in error messages.
         resample: filter for resizing, a key of `RESAMPLING`.
+        value_range: values that become black and white, see `values.find_range`.
 
     Raises:
         KairosError: the image is not square and `crop` is ``none``, or it is too large for padding.
     """
-    image = _to_eight_bit(image)
+    image = _to_eight_bit(image, value_range)
     mode = "L" if color == "grey" else "RGB"
     if image.mode != mode:  # convert copies an image even if it already has the mode
         image = image.convert(mode)
@@ -122,21 +144,18 @@ def _resize_short_side(image: Image.Image, resolution: int, resample: Image.Resa
     return image.resize((round(image.width * scale), round(image.height * scale)), resample)
 
 
-def _to_eight_bit(image: Image.Image) -> Image.Image:
+def _to_eight_bit(image: Image.Image, value_range: Sequence[float] | None) -> Image.Image:
     """Return an image as an opaque one with 8 bits per channel, grey or RGB.
 
-    Transparency is composed over white and becomes RGB. Integers of 16 or 32 bits are clipped to [0, 65535] and divided
-    by 257, with rounding. Floats are multiplied by 255 if none in the image exceeds 1, then rounded and clipped to
-    [0, 255]. Other modes, such as palettes and CMYK, become RGB. An opaque image with mode L or RGB is returned itself.
+    Integers of 16 or 32 bits and floats are scaled by `values.find_range` and rounded; values outside of the range
+    become black or white. Transparency is composed over white and becomes RGB. Other modes, such as palettes and CMYK,
+    become RGB. An opaque image with mode L or RGB is returned itself.
     """
-    if image.mode.startswith("I"):  # 16 or 32 bits; PIL has no 16-bit colour, so these images are grey
-        sixteen_bit = np.asarray(image).astype(np.int64).clip(0, 65535)
-        rounded = (sixteen_bit + 128) // 257  # 65535 = 255 * 257; 128 rounds to the nearest value
-        return Image.fromarray(rounded.astype(np.uint8))
-    if image.mode == "F":  # floats of 32 bits, grey
-        values = np.asarray(image)
-        white = 1.0 if values.max() <= 1.0 else 255.0  # the float that means white
-        return Image.fromarray((values / white * 255.0).round().clip(0, 255).astype(np.uint8))
+    kind = find_kind(image)
+    if kind in ("integer", "float"):
+        black, white = find_range(kind, value_range)
+        scaled = (np.asarray(image).astype(np.float64) - black) / (white - black) * 255
+        return Image.fromarray(scaled.round().clip(0, 255).astype(np.uint8))
     has_alpha = "A" in image.mode or "a" in image.mode  # RGBA and LA, or premultiplied RGBa and La
     if has_alpha or "transparency" in image.info:
         image = image.convert("RGBA")

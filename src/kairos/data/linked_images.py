@@ -23,6 +23,7 @@ from kairos.data.arrays import ArrayFile, create_array, open_array, row_indices
 from kairos.data.decode import to_pixels
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
+from kairos.data.values import measure_values
 from kairos.files import DamagedError
 from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import KairosError
@@ -152,6 +153,7 @@ class LinkedImages:
         image_description = f"{self._folder}: refers to {self._source.name(index)}, which"  # begins error messages
         try:
             image = self._source.read(index)
+            measure_values(image)  # raises ValueError for NaN, which could become the pixels of before
         except ValueError as error:
             raise DamagedError(f"{image_description} cannot be read any more ({error}); {_ADVICE}") from None
         pixels = to_pixels(
@@ -161,6 +163,7 @@ class LinkedImages:
             resolution=config.resolution,
             name=image_description,
             resample=config.resample,
+            value_range=config.value_range,
         )
         if pixels.shape != self.shape[1:] or (checksum(pixels) != self._checksums[row]).any():
             raise DamagedError(f"{image_description} has changed since kairos prepare; {_ADVICE}")

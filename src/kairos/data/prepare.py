@@ -32,6 +32,15 @@ from kairos.data.decode import to_pixels
 from kairos.data.linked_images import TEMPORARY_COPY, Checksum, checksum, create_temporary_copy, delete_temporary_copy
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
+from kairos.data.values import (
+    DatasetValues,
+    ImageValues,
+    describe_shades,
+    describe_values,
+    find_shade,
+    fits,
+    measure_values,
+)
 from kairos.files import lock_folder, sha256_file, sha256_json, sync_to_disk, write_json
 from kairos.progress import ProgressBar, log
 from kairos.threads import count_job_threads, map_in_order
@@ -43,6 +52,7 @@ _ARRAY_NAMES = ("images", "train", "heldout", "numbers", "checksums", "names", *
 _TEMPORARY_IMAGES = ".tmp-images.npy"  # becomes images.npy when all images are in it
 
 PixelSums = Int[np.ndarray, "2 channels"]
+LevelCounts = Int[np.ndarray, "channels 256"]
 PixelSumsOfImages = Int[np.ndarray, "batch 2 channels"]
 Checksums = UInt8[np.ndarray, "batch 16"]
 
@@ -53,14 +63,18 @@ class _DecodedImage:
 
     Attributes:
         index: index of the image in the source.
-        pixels: uint8 (height, width, channels); None for a broken image.
+        values: stored values; None for a broken image.
+        pixels: uint8 (height, width, channels); None for a broken image, and if the range does not fit its values.
+        shade: ``black`` or ``white`` if nearly all pixels are so, otherwise empty.
         sums: sum of the pixels and of their squares, by channel, int64 (2, channels).
         checksum: checksum of the pixels, uint8 (16,); None if the image is copied.
         damage: why the image is broken; empty for a usable image.
     """
 
     index: int
+    values: ImageValues | None = None
     pixels: SingleImage | None = None
+    shade: str = ""
     sums: PixelSums | None = None
     checksum: Checksum | None = None
     damage: str = ""
@@ -73,6 +87,8 @@ class _DecodedImages:
     Attributes:
         indices: index of each image in the source, int64 (n,).
         skipped: names of the broken images.
+        values: stored values of the images by type, see `values.DatasetValues.records`.
+        warnings: texts that name nearly black and nearly white images.
         checksums: checksum of each image that is not copied, uint8 (n, 16).
         sums: sum of the pixels and of their squares, by image and channel, int64 (n, 2, channels).
         shape: height, width and channels of the images.
@@ -81,6 +97,8 @@ class _DecodedImages:
 
     indices: IntegerArray
     skipped: list[str]
+    values: list[dict[str, Any]]
+    warnings: list[str]
     checksums: Checksums
     sums: PixelSumsOfImages
     shape: tuple[int, ...]
@@ -131,7 +149,8 @@ def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: the source cannot be used as configured, images differ in size and no resolution is configured, or
-            the number of training images is not `dataset.train_images`.
+            the number of training images is not `dataset.train_images`. Also if stored values do not fit the range of
+            the data set, see `values`.
         KairosError: an image is broken and `dataset.broken` is ``refuse``, an image does not fit `dataset.crop`,
             too few images are usable, or another process is writing the folder.
     """
@@ -177,6 +196,8 @@ def _write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str
         "channel_std": std.tolist(),
         "conditions": conditions,
         "skipped": decoded.skipped,
+        "values": decoded.values,
+        "warnings": decoded.warnings,
         "content_sha256": sha256_json({"files": files, "conditions": conditions}),
         "files": files,
     }
@@ -324,18 +345,22 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
     """Decode the selected images, write the usable ones to a file in `out`, and return their properties.
 
     The pixels go into ``.tmp-images.npy``. With ``store: refer`` they go into a temporary copy for later stages, if
-    there is space (`create_temporary_copy`). Messages report skipped images and the progress.
+    there is space (`create_temporary_copy`). Messages report skipped images, the progress, the range of stored values,
+    and nearly black or white images. If the range does not fit an image, the values of the others are still read, so
+    that the error contains the values of the whole data set.
 
     Raises:
         KairosError: no image is usable, one is broken and `dataset.broken` is ``refuse``, or one does not fit
             `dataset.crop`.
-        ConfigError: images differ in size and no resolution is configured.
+        ConfigError: images differ in size and no resolution is configured, or stored values do not fit the range.
     """
     # rows for all selected images; those after `count` stay unused if images are broken
     indices = np.empty(len(selected), np.int64)
     checksums = np.empty((len(selected), 16), np.uint8)
     count = 0  # usable images so far
     skipped: list[str] = []
+    values = DatasetValues(config.value_range)
+    names_by_shade: dict[str, list[str]] = {"black": [], "white": []}
     # the following are created when the first usable image shows the shape of all images
     sums: Any = None
     image_writer: _ImageWriter | None = None  # only with `store: copy`
@@ -345,11 +370,16 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
     for image in map_in_order(decode, selected, count_job_threads()):
         progress.advance()
         name = source.name(image.index)
-        pixels = image.pixels
-        if pixels is None:
+        if image.values is None:
             _skip_broken(config, name, image.damage)
             skipped.append(name)
             continue
+        values.add(name, image.values)
+        pixels = image.pixels
+        if pixels is None:  # `values.check_range` raises the error
+            continue
+        if image.shade:
+            names_by_shade[image.shade].append(name)
         if count == 0:  # the first usable image
             shape = pixels.shape
             sums = np.empty((len(selected), 2, shape[2]), np.int64)
@@ -374,13 +404,22 @@ def _decode_images(config: DatasetConfig, source: Source, selected: list[int], o
         count += 1
     progress.close()
 
+    values.check_range()
+    values.check_bits()
     if count == 0:
         raise KairosError(f"dataset: none of the {len(selected)} images is usable; the first is {skipped[0]}")
+    records = values.records()
+    log(f"prepare: values: {describe_values(records)}")
+    warnings = describe_shades(names_by_shade, count)
+    for warning in warnings:
+        log(f"prepare: warning: {warning}")
     if temporary_copy is not None and skipped:
         truncate_array(out / TEMPORARY_COPY, count)
     return _DecodedImages(
         indices=indices[:count],
         skipped=skipped,
+        values=records,
+        warnings=warnings,
         checksums=checksums[:count],
         sums=sums[:count],
         shape=shape,
@@ -398,7 +437,8 @@ def _skip_broken(config: DatasetConfig, name: str, damage: str) -> None:
 def _decode_image(config: DatasetConfig, source: Source, index: int) -> _DecodedImage:
     """Read the image with an index, convert it to the data set's format and sum its pixels.
 
-    The result for a broken image contains only its index and the reason. The checksum is computed only with ``store:
+    The result for a broken image contains only its index and the reason. If the range of values does not fit the image,
+    the result contains only its index and its stored values. The checksum is computed only with ``store:
     refer``. Several threads may call this function at a time.
 
     Raises:
@@ -406,8 +446,11 @@ def _decode_image(config: DatasetConfig, source: Source, index: int) -> _Decoded
     """
     try:
         image = source.read(index)
+        values = measure_values(image)
     except ValueError as error:
         return _DecodedImage(index, damage=str(error))
+    if not fits(values, config.value_range):
+        return _DecodedImage(index, values)
     pixels = to_pixels(
         image,
         color=config.color,
@@ -415,20 +458,28 @@ def _decode_image(config: DatasetConfig, source: Source, index: int) -> _Decoded
         resolution=config.resolution,
         name=source.name(index),
         resample=config.resample,
+        value_range=config.value_range,
     )
+    level_counts = _count_levels(pixels)
     return _DecodedImage(
         index=index,
+        values=values,
         pixels=pixels,
-        sums=_sum_pixels(pixels),
+        shade=find_shade(level_counts),
+        sums=_sum_pixels(level_counts),
         checksum=checksum(pixels) if config.store == "refer" else None,
     )
 
 
-def _sum_pixels(pixels: SingleImage) -> PixelSums:
-    """Return the sum of an image's uint8 pixels and of their squares, by channel, int64 (2, channels)."""
-    # histograms take a twentieth of the time of 64-bit copies of the pixels
+def _count_levels(pixels: SingleImage) -> LevelCounts:
+    """Return the number of an image's uint8 pixels of each channel and level, int64 (channels, 256)."""
     channels = pixels.shape[2]
     image = Image.fromarray(pixels if channels > 1 else pixels[:, :, 0])
-    counts = np.array(image.histogram(), np.int64).reshape(channels, 256)  # pixels of each channel and value
-    values = np.arange(256)
-    return np.stack([counts @ values, counts @ values**2])
+    return np.array(image.histogram(), np.int64).reshape(channels, 256)
+
+
+def _sum_pixels(level_counts: LevelCounts) -> PixelSums:
+    """Return the sum of an image's pixels and of their squares, by channel, int64 (2, channels)."""
+    # histograms take a twentieth of the time of 64-bit copies of the pixels
+    levels = np.arange(256)
+    return np.stack([level_counts @ levels, level_counts @ levels**2])

@@ -47,6 +47,11 @@ class DatasetConfig(Section):
     )
     resample: Literal["bicubic", "lanczos"] = field("bicubic", "filter that images are resized with")
     color: Literal["rgb", "grey"] = field("rgb", "colour channels kept")
+    value_range: list[float] | None = field(
+        None,
+        "stored values that become black and white in all images, [low, high]; null: 8 bits are unchanged, integers of "
+        "more bits have [0, 65535], floats [0, 1]",
+    )
     heldout: float | str = field(
         0.1,
         "held out for evaluation: a share from 0, below 1; or a split (hub), folder, zip or parquet file(s), "
@@ -75,15 +80,16 @@ class DatasetConfig(Section):
     def _check_source(self) -> None:
         """Check that path, list of files, flips and held-out images fit the kind of source.
 
-        Digits have no flips, and `heldout` is a share; all other sources need a path. With source hub it must not start
-        with a slash. A share is at least 0 and below 1. Other held-out images have another path, split or list than the
-        training images; it may be missing. A list of files is for folders and zips only.
+        Digits have no flips and no range of values, and `heldout` is a share; all other sources need a path. With
+        source hub it must not start with a slash. A share is at least 0 and below 1. Other held-out images have another
+        path, split or list than the training images; it may be missing. A list of files is for folders and zips only.
 
         Raises:
             ConfigError: a field does not fit.
         """
         is_digits = self.source == "digits"
         if is_digits:
+            demand(self.value_range is None, "dataset.value_range", self.value_range, "null for digits, of 8 bits")
             demand(not self.flips, "dataset.flips", "true", "false for digits (a flipped digit is no digit)")
         else:
             demand(self.path, "dataset.path", "null", f"the path or hub id of source {self.source}")
@@ -109,13 +115,17 @@ class DatasetConfig(Section):
             demand(not self.files, "dataset.files", repr(self.files), f"null with source {self.source}")
 
     def _check_sizes(self) -> None:
-        """Check that crop ``adm`` has a resolution, and that the low-resolution factor divides the images' side.
+        """Check the range of values, that crop ``adm`` has a resolution, and that the low-resolution factor fits.
 
-        Digits have a side of 8. The factor is not checked if the side is not known yet.
+        The factor divides the images' side, which is 8 for digits. It is not checked if the side is not known yet.
 
         Raises:
-            ConfigError: the resolution is missing, or the factor does not divide the side.
+            ConfigError: the range is no increasing pair, the resolution is missing, or the factor does not divide the
+                side.
         """
+        if self.value_range is not None:
+            is_pair = len(self.value_range) == 2 and self.value_range[0] < self.value_range[1]
+            demand(is_pair, "dataset.value_range", self.value_range, "[low, high] with low below high, or null")
         if self.crop == "adm":
             allowed = "a number with crop adm, which resizes before it cuts"
             demand(self.resolution is not None, "dataset.resolution", "null", allowed)

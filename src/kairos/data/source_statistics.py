@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from kairos.data.settings import DatasetConfig, MissingDataError
+from kairos.data.values import DatasetValues, ImageValues, Kind, find_kind, measure_values
 from kairos_timesteps.errors import ConfigError, KairosError
 
 _MOST_INSPECTED = 20_000  # images
+_MOST_MEASURED = 500  # images of more than 8 bits whose values are read if the others are not decoded
 _DIGIT_COUNT = 1797  # images of digits in scikit-learn
 _RAREST_DIGIT_COUNT = 174  # images of the rarest digit
 
@@ -168,17 +170,21 @@ def _count_rows(tables: list[Any], label_column: str | None) -> tuple[int, dict[
 
 @dataclass(frozen=True)
 class ImageProperties:
-    """Sizes and colours of a folder's images.
+    """Sizes, colours and stored values of a folder's images.
 
     Attributes:
         sizes: number of images of each size (width, height).
         grey: number of images without colour; 0 if the images were not decoded.
         unread: names of the images that cannot be read, with the reason.
+        values: stored values of the images by type.
+        all_measured: True if the values of all images of more than 8 bits have been read.
     """
 
     sizes: Counter[tuple[int, int]]
     grey: int
     unread: list[str]
+    values: DatasetValues
+    all_measured: bool
 
     @property
     def cropping(self) -> tuple[int, float]:
@@ -194,14 +200,15 @@ class ImageProperties:
 
 
 def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperties:
-    """Return sizes and colours of a folder's images, or of at most 20,000 evenly spaced ones if there are more.
+    """Return properties of a folder's images, or of at most 20,000 evenly spaced ones if there are more.
 
     Images that cannot be read are listed in the result, and raise no error. Sizes include the rotation by the EXIF
     orientation, except that of a PNG file without `decode`.
 
     Args:
         config: section `dataset`, of source ``folder``.
-        decode: decode the images completely, to find damaged and grey ones; False: read the headers only.
+        decode: decode the images completely, to find damaged and grey ones; False: read the headers, and of images of
+            more than 8 bits the values of at most 500.
 
     Raises:
         ConfigError: the folder does not exist, or contains no image.
@@ -210,23 +217,36 @@ def inspect_images(config: DatasetConfig, decode: bool = False) -> ImageProperti
 
     source = OPENERS["folder"](config)
     sizes: Counter[tuple[int, int]] = Counter()
+    values = DatasetValues(config.value_range)
     grey = 0
     unread = []
     stride = math.ceil(source.count / _MOST_INSPECTED)
-    for index in range(0, source.count, stride):
+    all_measured = stride == 1
+    inspected = range(0, source.count, stride)
+    measured_stride = 1 if decode else math.ceil(len(inspected) / _MOST_MEASURED)
+    for position, index in enumerate(inspected):
         name = source.name(index)
         try:
             if decode:
                 image = source.read(index)
+                values.add(name, measure_values(image))
                 grey += _is_grey(image)
                 sizes[image.size] += 1
             else:
-                sizes[_size_in_header(Path(str(config.path), name))] += 1
+                size, kind = _read_header(Path(str(config.path), name))
+                if kind == "8-bit":
+                    values.add(name, ImageValues(kind, 0, 255))
+                elif position % measured_stride == 0:
+                    values.add(name, measure_values(source.read(index)))
+                else:
+                    values.add_unread(kind)
+                    all_measured = False
+                sizes[size] += 1
         except MemoryError:  # a property of the machine, not of the image
             raise
         except Exception as error:  # PIL raises errors of many types for damaged files
             unread.append(f"{name} ({' '.join(str(error).split()) or type(error).__name__})")
-    return ImageProperties(sizes, grey, unread)
+    return ImageProperties(sizes, grey, unread, values, all_measured)
 
 
 def _is_grey(image: Any) -> bool:
@@ -238,19 +258,21 @@ def _is_grey(image: Any) -> bool:
     return not any(ImageChops.difference(red, other).getbbox() for other in others)
 
 
-def _size_in_header(path: Path) -> tuple[int, int]:
-    """Return width and height of an image file, after the rotation that its EXIF orientation requires.
+def _read_header(path: Path) -> tuple[tuple[int, int], Kind]:
+    """Return size and type of values of an image file: width and height after the rotation by its EXIF orientation.
 
     The orientation of a PNG file is ignored.
     """
     from PIL import Image
 
-    from kairos.data.decode import find_transposition
+    from kairos.data.decode import find_transposition, mark_sixteen_bit_colour
 
     with Image.open(path) as image:
+        mark_sixteen_bit_colour(image)
+        kind = find_kind(image)
         # PIL would decode a PNG to look for EXIF, and has swapped the sides of a TIFF already
         if image.format in ("PNG", "TIFF"):
-            return image.size
+            return image.size, kind
         width, height = image.size
         sides_are_swapped = find_transposition(image) in (
             Image.Transpose.TRANSPOSE,
@@ -258,4 +280,4 @@ def _size_in_header(path: Path) -> tuple[int, int]:
             Image.Transpose.TRANSVERSE,
             Image.Transpose.ROTATE_90,
         )
-        return (height, width) if sides_are_swapped else (width, height)
+        return ((height, width) if sides_are_swapped else (width, height)), kind
