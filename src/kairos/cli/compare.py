@@ -96,10 +96,12 @@ def _compare(arguments: argparse.Namespace) -> None:
         format_table,
         join_experiments,
     )
+    from kairos.report.ranking import compare_methods
 
     experiments = _collect_experiments(arguments.paths)
     measurements = join_experiments(experiments, arguments.baseline, arguments.metric)
-    table = build_comparison_table(measurements)
+    comparisons = compare_methods(measurements)
+    table = build_comparison_table(measurements, comparisons)
     text = format_table(table, arguments.format or "table")
     for warning in find_ranking_warnings(experiments, arguments.metric):
         print(f"warning: {warning}\n", file=sys.stderr, flush=True)
@@ -107,8 +109,7 @@ def _compare(arguments: argparse.Namespace) -> None:
         write_text(arguments.out, text)
     else:
         print(text, end="", flush=True)
-    seed_count = int(table["seeds"].iloc[0])  # equal in all rows
-    for note in comparison_notes(experiments, measurements, seed_count):
+    for note in comparison_notes(experiments, measurements, comparisons):
         print(f"note: {note}", file=sys.stderr)
 
 

@@ -19,12 +19,19 @@ from kairos import progress
 from kairos.evaluation.separation import ADVICE, reason_not_to_rank
 from kairos.report import formatting
 from kairos.report.collect import MethodMeasurements, Results
-from kairos.report.ranking import MIN_SEEDS, VALIDATION_LOSSES, MethodComparison, Ratio, compare_methods
+from kairos.report.ranking import (
+    MIN_SEEDS,
+    VALIDATION_LOSSES,
+    MethodComparison,
+    Ratio,
+    compare_methods,
+    find_slower_methods_that_end_better,
+)
 from kairos_timesteps.errors import KairosError, demand
 
 COLUMNS = (
     "experiment", "method", "seeds", "step", "metric", "value", "spread", "baseline", "difference", "low", "high",
-    "p_value", "steps_factor", "time_factor",
+    "p_value", "speedup_steps", "speedup_seconds",
 )  # fmt: skip
 # columns that a terminal shows once, above the table, if all their cells are equal
 _COLUMNS_ABOVE_TABLE = ("experiment", "seeds", "step", "metric", "baseline")
@@ -229,8 +236,8 @@ def build_comparison_table(
             "low": baseline_value * (ratio.low - 1),
             "high": baseline_value * (ratio.high - 1),
             "p_value": ratio.p_value,
-            "steps_factor": (comparison.step_factor or _UNKNOWN).value,
-            "time_factor": (comparison.time_factor or _UNKNOWN).value,
+            "speedup_steps": (comparison.step_factor or _UNKNOWN).value,
+            "speedup_seconds": (comparison.time_factor or _UNKNOWN).value,
         }
         rows.append(row)
     return pd.DataFrame(rows, columns=COLUMNS)
@@ -330,17 +337,19 @@ def find_ranking_warnings(selection: Selection, metric: str | None = None) -> It
             yield f"{label}: {reason} {ADVICE}"
 
 
-def comparison_notes(selection: Selection, measurements: MethodMeasurements, seed_count: int) -> Iterator[str]:
+def comparison_notes(
+    selection: Selection, measurements: MethodMeasurements, comparisons: list[MethodComparison]
+) -> Iterator[str]:
     """Yield the notes below a comparison table, for the joined measurements of a selection (`join_experiments`).
 
     They report unfinished results (the first three runs of an experiment, and the number of runs), outdated results
-    and the notes of `Results.notes`. They also report too few seeds for a ranking, and seeds that are left out of all
-    numbers or of the differences.
+    and the notes of `Results.notes`. They also report methods that end better than the baseline with a speed-up below
+    1, too few seeds for a ranking, and seeds that are left out of all numbers or of the differences.
 
     Args:
         selection: experiments, each with its selected methods.
         measurements: joined measurements of the selection.
-        seed_count: number of seeds in the significance tests, see `MethodComparison.seed_count`.
+        comparisons: comparison of the methods with the baseline of the measurements, see `compare_methods`.
     """
     # missing and outdated results, and results that differ in code or rounding
     for (results, _), label in zip(selection, _experiment_labels(selection)):
@@ -353,7 +362,11 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements, see
             yield f"{label}: results of other settings are left out: {changes}"
         for note in results.notes:
             yield f"{label}: {note}"
+    if measurements.baseline is not None:
+        higher_is_better = measurements.higher_is_better
+        yield from find_slower_methods_that_end_better(comparisons, measurements.baseline, higher_is_better)
     # seeds
+    seed_count = comparisons[0].seed_count
     if seed_count < MIN_SEEDS:
         have = formatting.format_count(seed_count, "seed")
         yield f"not ranked: methods are ranked from {MIN_SEEDS} seeds on, and these have {have}"

@@ -21,6 +21,7 @@ from kairos.report.ranking import (
     MethodComparison,
     build_curve,
     distance_from_start,
+    find_slower_methods_that_end_better,
     has_not_moved,
 )
 
@@ -37,6 +38,7 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
     - the ranking, or the range of final values with too few seeds
     - the advice to add seeds or to finish missing results, if there are several methods and a ranking needs them
     - the comparison with the baseline, or that there is none
+    - each method that ends better than the baseline although its speed-up is below 1
 
     Args:
         results: results of the experiment.
@@ -62,6 +64,8 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
         sentences.append("No method samples uniformly without weights, so there is no baseline for factors.")
     else:
         sentences += _summarise_baseline_comparison(comparisons, results.baseline)
+        higher_is_better = results.measurements.higher_is_better
+        sentences += find_slower_methods_that_end_better(comparisons, results.baseline, higher_is_better)
     return sentences
 
 
@@ -137,16 +141,17 @@ def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline
 
 
 def _summarise_saving(comparison: MethodComparison, baseline: str) -> str:
-    """Return a sentence with the factor of steps that a method saves, and the factor of training time if it is known.
+    """Return a sentence with a method's speed-up in steps, and its speed-up in training time if that is known.
 
-    Each factor has its 95 % interval. The caller ensures that the comparison has a factor of steps.
+    Each has its 95 % interval. The caller ensures that the comparison has a speed-up in steps.
     """
     steps, interval = format_factor(comparison.step_factor)
-    saving = f"{comparison.method} needs {steps} fewer steps for {baseline}'s final value (95 % interval {interval})"
+    speed_up = f"a speed-up in steps of {steps} until {baseline}'s final value (95 % interval {interval})"
+    saving = f"{comparison.method} has {speed_up}"
     if comparison.time_factor is None:
         return f"{saving}."
     time, time_interval = format_factor(comparison.time_factor)
-    return f"{saving}; in time the factor is {time} ({time_interval})."
+    return f"{saving}; its speed-up in training time is {time} ({time_interval})."
 
 
 def find_warnings(results: Results) -> Iterator[str]:

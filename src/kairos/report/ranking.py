@@ -9,6 +9,7 @@ Nothing is tested with fewer than five seeds.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -108,8 +109,10 @@ class MethodComparison:
         ratio_to_baseline: final value over the baseline's; None for the baseline and without a baseline.
         validation_losses: mean and standard deviation over seeds of each loss in `VALIDATION_LOSSES`, at the last
             common snapshot; NaN if unknown.
-        step_factor: steps that the baseline needs for its final value, over the method's steps for that value.
-        time_factor: training time that the baseline needs for its final value, over the method's time for that value.
+        step_factor: speed-up in steps: steps that the baseline needs for its final value, over the method's steps for
+            that value.
+        time_factor: speed-up in training time: seconds that the baseline needs for its final value, over the method's
+            seconds for that value.
     """
 
     method: str
@@ -419,6 +422,33 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
         missed_seed_count=missed_seed_count,
         seed_count=len(targets),
     )
+
+
+def find_slower_methods_that_end_better(
+    comparisons: list[MethodComparison], baseline: str, higher_is_better: bool
+) -> Iterator[str]:
+    """Yield a sentence for each method that ends better than the baseline with a speed-up in steps below 1.
+
+    A speed-up compares steps until the baseline's final value, not final values. It is below 1 if the baseline reaches
+    its final value early, gets worse and comes back. `comparisons` are those of `compare_methods`.
+    """
+    curve_of_baseline = next(comparison.curve for comparison in comparisons if comparison.method == baseline)
+    sign = -1 if higher_is_better else 1  # crossings need curves of which lower values are better
+    descending = replace(curve_of_baseline, values_by_seed=sign * curve_of_baseline.values_by_seed)
+    steps_of_baseline = _costs_of_targets(descending, "steps", descending.values_by_seed[:, -1])
+    for comparison in comparisons:
+        factor, ratio = comparison.step_factor, comparison.ratio_to_baseline
+        if factor is None or ratio is None or not factor.value < 1:  # not below 1: also NaN, if a seed misses the value
+            continue
+        ends_better = ratio.value > 1 if higher_is_better else ratio.value < 1
+        if ends_better:
+            direction = "above" if higher_is_better else "below"
+            method = comparison.method
+            yield (
+                f"{method} ends {direction} {baseline} although its speed-up in steps is {factor.value:.2f}. {baseline} "
+                f"had its own final value already at step {steps_of_baseline.mean():,.0f} (mean over seeds), got worse "
+                f"and came back; {method} needed more steps for that value, and then passed it."
+            )
 
 
 def _costs_of_targets(curve: Curve, cost: str, targets: PerSeed) -> PerSeed:

@@ -17,7 +17,7 @@ TAG = f"mlflow.sharedViewState.{KEY}"  # the tag that MLflow's button `Share` wr
 NOTE = "mlflow.note.content"
 _RUNS_WORKSPACE = "workflowType=machine_learning"  # selects the one of MLflow's two workspaces that shows runs
 # columns of the note's table, a selection from `build_comparison_table`
-_COLUMNS = ["method", "seeds", "value", "difference", "low", "high", "p_value", "steps_factor", "time_factor"]
+_COLUMNS = ["method", "seeds", "value", "difference", "low", "high", "p_value", "speedup_steps", "speedup_seconds"]
 _HEADING_METHODS = 5  # largest number of methods in the heading of a note
 _TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
 
