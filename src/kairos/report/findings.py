@@ -6,6 +6,7 @@ from itertools import chain, pairwise
 
 from kairos.evaluation.separation import ADVICE, reason_not_to_rank
 from kairos.report.collect import Results
+from kairos.report.equal_time import why_times_are_not_compared
 from kairos.report.formatting import (
     format_change,
     format_count,
@@ -162,7 +163,7 @@ def find_warnings(results: Results) -> Iterator[str]:
     - The distance cannot rank methods. If it is the primary metric, `summarise_outcome` reports that instead.
     - Methods are ranked by another metric, and distances end no lower than a Gaussian's.
     - An evaluation has a warning, or a run is not bit-exact; a run whose record has no reason is treated as bit-exact.
-    - There is only one seed, or training times are missing.
+    - There is only one seed, or training times are missing or of different machines.
 
     More than 12 warnings about unmoved samplers, or about the primary metric, are shortened to five and a count.
     """
@@ -185,8 +186,9 @@ def find_warnings(results: Results) -> Iterator[str]:
         yield f"Not bit-exact: {inexact_reason}."
     if len(results.experiment.seeds) == 1:
         yield "One seed: the variation between seeds is unknown, and is not part of the standard deviation."
-    if not all(run.seconds_by_step for run in results.runs):
-        yield "Some training runs have no timing.jsonl: their times and factors in time are missing."
+    reason = why_times_are_not_compared(results.measurements)
+    if reason:
+        yield reason
 
 
 def _find_unmoved_samplers(results: Results) -> Iterator[str]:

@@ -41,7 +41,7 @@ class Curve:
 
     Attributes:
         steps: optimizer steps of the snapshots.
-        seconds: training time, mean over seeds; NaN without a clock.
+        seconds: training time, mean over seeds; NaN without a clock, or if machines of several kinds were the clock.
         mean: value, mean over seeds.
         std_over_sets: standard deviation over sample sets; NaN if unknown.
         std_over_seeds: standard deviation over seeds; NaN with one seed.
@@ -146,6 +146,8 @@ def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
     """
     values = measurements.values_of(method, measurements.metric)
     seconds = measurements.values_of(method, "train_seconds")
+    if not measurements.has_one_clock:
+        seconds = seconds * math.nan
     set_stds = measurements.values_of(method, f"{measurements.metric}_spread")
     skip_missing = bool(measurements.missing)  # True for an unfinished experiment
     std_over_sets = np.sqrt((set_stds**2).mean(skipna=skip_missing).to_numpy())
@@ -198,7 +200,7 @@ def compare_methods(measurements: MethodMeasurements) -> list[MethodComparison]:
             step_factor = compute_cost_factor(descending_curve, descending_baseline, cost="steps")
             time_factor = compute_cost_factor(descending_curve, descending_baseline, cost="seconds_by_seed")
             if index != baseline_index:
-                ratio_to_baseline = _select_ratio(ratios, index, baseline_index)
+                ratio_to_baseline = select_ratio(ratios, index, baseline_index)
         better_count = int(ends_better[:, index].sum())  # methods that end better than this one
         worse_count = int(ends_better[index].sum())  # methods that this one ends better than
         losses = {name: common.values_of(method, name).iloc[:, -1] for name in VALIDATION_LOSSES}
@@ -217,7 +219,7 @@ def compare_methods(measurements: MethodMeasurements) -> list[MethodComparison]:
     return sorted(comparisons, key=lambda comparison: comparison.curve.mean[-1], reverse=common.higher_is_better)
 
 
-def _select_ratio(ratios: RatioArrays, method: int, other: int) -> Ratio:
+def select_ratio(ratios: RatioArrays, method: int, other: int) -> Ratio:
     """Return element [method, other] of arrays (methods, methods) as a `Ratio` of plain floats."""
     return Ratio(
         value=float(ratios.values[method, other]),
@@ -445,9 +447,9 @@ def find_slower_methods_that_end_better(
             direction = "above" if higher_is_better else "below"
             method = comparison.method
             yield (
-                f"{method} ends {direction} {baseline} although its speed-up in steps is {factor.value:.2f}. {baseline} "
-                f"had its own final value already at step {steps_of_baseline.mean():,.0f} (mean over seeds), got worse "
-                f"and came back; {method} needed more steps for that value, and then passed it."
+                f"{method} ends {direction} {baseline} although its speed-up in steps is {factor.value:.2f}. "
+                f"{baseline} had its own final value at step {steps_of_baseline.mean():,.0f} (mean over seeds), "
+                f"got worse and came back; {method} needed more steps for that value, and then passed it."
             )
 
 

@@ -8,6 +8,7 @@ from string import Template
 
 from kairos.report import compare, formatting, ranking
 from kairos.report.collect import Results
+from kairos.report.equal_time import describe_clock
 from kairos.report.findings import summarise_outcome
 from kairos.tracking.mlflow_store import Client
 from kairos_timesteps.errors import KairosError
@@ -70,7 +71,7 @@ def build_note(results: Results) -> str:
     heading = f"{results.primary_metric}, lowest first{too_few_seeds}: {first_methods}"
 
     # outcome and table
-    outcome = " ".join(summarise_outcome(results, rows))
+    outcome = " ".join([*summarise_outcome(results, rows), describe_clock(results.measurements, results.runs)])
     columns = table.assign(value=values)[_COLUMNS].rename(columns={"value": results.primary_metric})
     return "\n\n".join([heading, outcome, _cut_table(compare.format_table(columns, "md"))])
 
