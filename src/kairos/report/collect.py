@@ -412,7 +412,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
         reference=reference,
         dataset=dataset,
         autoencoder=autoencoder,
-        jobs=_read_job_records(folder, experiment_of_runs),
+        jobs=_read_job_records(folder, experiment_of_runs, runs),
         missing=tuple(missing),
         outdated=outdated,
         notes=_describe_differences(runs, expected),
@@ -675,12 +675,14 @@ def _read_snapshot(expected: ExpectedSettings, run_folder: Path, step: int, refe
     return SnapshotResults(step, record, strategy_file, evaluation, grid_file)
 
 
-def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
+def _read_job_records(folder: Path, experiment: Experiment, runs: list[RunResults]) -> tuple[Record, ...]:
     """Read the time records of the jobs that the report depends on.
 
     These are the jobs of the stages that all methods share, and the jobs of the experiment's methods and seeds. Jobs of
     the report and of the tracking import are left out, and so are numbers of shards or segments that the experiment no
-    longer has. The order is: shared stages, runs, shards of stage encode, each sorted by path.
+    longer has. A job of training counts only if it has the identity of the run in `runs`.
+
+    The order is: shared stages, runs, shards of stage encode, each sorted by path.
 
     Raises:
         KairosError: a record is damaged.
@@ -706,7 +708,14 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
     paths = [*shared_paths, *expected_run_paths, *encode_paths]
     # STAGE is a placeholder in the error message: a damaged record does not show its stage
     records = [_read(path, f"STAGE --timing {path}") for path in paths]
-    return tuple(record for record in records if record["stage"] not in ("report", "track"))
+    identities = {(run.method, run.seed): run.record["identity"] for run in runs}
+    jobs = []
+    for record in records:
+        expected_identity = identities.get((record.get("method"), record.get("seed")))
+        is_of_another_run = "identity" in record and record["identity"] != expected_identity
+        if record["stage"] not in ("report", "track") and not is_of_another_run:
+            jobs.append(record)
+    return tuple(jobs)
 
 
 def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -> Any:

@@ -80,6 +80,7 @@ def render_page(results: Results, figures: Path) -> str:
             [formatting.describe_component(loss.plain()) for loss in results.experiment.diffusion.losses]
         ),
         costs=_sum_costs(results.jobs),
+        cost_machines=sorted({job["machine"]["processor"] for job in results.jobs if "machine" in job}),
         published_numbers=published_numbers.compare_published_numbers(results),
         accelerations=_compute_accelerations(results),
         claim=published_numbers.judge_claim(results),

@@ -71,6 +71,8 @@ def test_times_of_another_run_are_shown_in_no_view(tmp_path, capsys):
     assert set(collected.table[collected.table["step"] > 0].groupby("method")["train_seconds"].count()) == {0, 15}
     points = run_content.collect_points(collected.runs_of("min_snr")[0])
     assert "seconds_per_step" not in {point.key for point in points}
+    assert "kairos.machine" not in run_content.build_tags(collected, collected.runs_of("min_snr")[0])
+    assert run_content.build_tags(collected, collected.runs[0])["kairos.machine"] == "CPU 1, 2 CPUs, 1 thread"
     assert main(["compare", str(results), "--format", "csv"]) == 0
     printed = capsys.readouterr()
     rows = {row["method"]: row for row in csv.DictReader(io.StringIO(printed.out))}
@@ -133,3 +135,13 @@ def test_runs_one_after_another_do_not_count_as_simultaneous(tmp_path):
     assert most_simultaneous_runs(collect(load(config), results).runs) == 2
     change_times(results, "uniform/seed1/*.jsonl", machine=results_tree.MACHINE | {"host": "node2"})
     assert most_simultaneous_runs(collect(load(config), results).runs) == 1
+
+
+def test_the_costs_leave_out_jobs_of_another_training_run(tmp_path):
+    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
+    identity = read_json(results / "uniform/seed0/training.json")["identity"]
+    usage = read_json(results / "timing/prepare-0.json") | {"stage": "train", "method": "uniform", "seed": 0}
+    for recorded_identity, count in ((identity, 1), ("0" * 64, 0)):
+        write_json(results / "timing/train/uniform_seed0/1.json", usage | {"identity": recorded_identity})
+        jobs = collect(load(config), results).jobs
+        assert [job["stage"] for job in jobs].count("train") == count
