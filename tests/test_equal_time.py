@@ -15,7 +15,7 @@ from kairos.config import load
 from kairos.files import read_json, write_json
 from kairos.report import ranking
 from kairos.report.collect import collect
-from kairos.report.equal_time import most_simultaneous_runs
+from kairos.report.equal_time import compare_at_equal_time, most_simultaneous_runs
 from kairos.tracking import run_content, view
 from report_page import page_of
 
@@ -145,3 +145,14 @@ def test_the_costs_leave_out_jobs_of_another_training_run(tmp_path):
         write_json(results / "timing/train/uniform_seed0/1.json", usage | {"identity": recorded_identity})
         jobs = collect(load(config), results).jobs
         assert [job["stage"] for job in jobs].count("train") == count
+
+
+def test_a_missing_evaluation_is_no_missing_time(tmp_path):
+    config, results = results_tree.write(tmp_path, seeds=range(2), methods=("uniform", "adaptive"))
+    (results / "adaptive/seed1/evaluation/0000200.json").unlink()
+    measurements = collect(load(config), results, unfinished=True).measurements
+    comparison = compare_at_equal_time(measurements)
+    values = {value.method: value.values for value in comparison.methods}
+    known = [step for step in STEPS if step != 200]
+    curve = [results_tree.distance("adaptive", 1, step) for step in known]
+    assert values["adaptive"][1] == pytest.approx(np.interp(20, 0.06 * np.array(known), curve))

@@ -110,7 +110,12 @@ def why_times_are_not_compared(measurements: MethodMeasurements) -> str:
         KairosError: no snapshot after step 0 is evaluated for all methods.
     """
     common = measurements.common_measurements
-    untimed = [method for method in common.methods if common.values_of(method, "train_seconds").isna().any(axis=None)]
+    untimed = []
+    for method in common.methods:
+        is_evaluated = common.values_of(method, common.metric).notna()  # (seeds, snapshots)
+        has_time = common.values_of(method, "train_seconds").notna()
+        if (is_evaluated & ~has_time).any(axis=None):
+            untimed.append(method)
     if untimed:
         return (
             f"Training times are missing: no timing.jsonl of these runs has all times of {join_first_names(untimed)}."
