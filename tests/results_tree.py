@@ -15,6 +15,7 @@ from kairos.config import Experiment, validate
 from kairos.files import write_json, write_text
 
 METRIC = "frechet_classifier32"
+MACHINE = {"host": "node1", "cpu": "CPU 1", "gpu": None, "cpus": 2, "threads": 1, "processes": 1}
 T = 100
 EXTRACTOR_HASH = "e" * 64
 REFERENCE_HASH = "f" * 64
@@ -133,9 +134,12 @@ def _write_training(folder: Path, experiment_config: Experiment, method: str, se
     write_text(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in records))
     per_step = 0.06 if learned else 0.05
     timing = [
-        {"step": step, "seconds": per_step * step, "steps_run": step, "started": "2026-01-02T03:04:05+00:00"}
+        {
+            "identity": identity, "step": step, "seconds": per_step * step, "steps_run": step,
+            "started": "2026-01-02T03:04:05+00:00", "saved": "2026-01-02T03:04:30+00:00", "machine": MACHINE,
+        }
         for step in experiment_config.milestones
-    ]
+    ]  # fmt: skip
     write_text(folder / "timing.jsonl", "".join(json.dumps(line) + "\n" for line in timing))
     for milestone_number, step in enumerate(experiment_config.milestones):
         _write_milestone(folder, experiment_config, method, seed, step, milestone_number, identity)

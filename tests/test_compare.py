@@ -22,7 +22,7 @@ from kairos.report.collect import collect
 
 COLUMNS = [
     "experiment", "method", "seeds", "step", "metric", "value", "spread", "baseline", "difference", "low", "high",
-    "p_value", "steps_factor", "time_factor",
+    "p_value", "speedup_steps", "speedup_seconds",
 ]  # fmt: skip
 SEEDS = tuple(range(ranking.MIN_SEEDS))
 
@@ -85,7 +85,7 @@ def test_numbers_equal_those_of_the_report(tree, compare):
         ratios = [1 if method == "uniform" else against.value, against.low, against.high]
         expected = [*(base * (ratio - 1) for ratio in ratios), against.p_value, *factors]
         np.testing.assert_allclose(numbers(line), expected)
-    assert rows["p2"]["steps_factor"] == ""  # some seeds never reach uniform's distance
+    assert rows["p2"]["speedup_steps"] == ""  # some seeds never reach uniform's distance
     assert float(rows["min_snr"]["p_value"]) < 0.05 and float(rows["min_snr"]["high"]) < 0
 
 
@@ -177,7 +177,7 @@ def test_a_metric_may_be_better_if_it_is_higher(tmp_path, compare):
     rows = rows_of(table)
     assert list(rows) == ["min_snr", "uniform"]  # the best comes first
     assert float(rows["min_snr"]["difference"]) > 0 and float(rows["min_snr"]["p_value"]) < 0.05
-    assert float(rows["min_snr"]["steps_factor"]) > 4
+    assert float(rows["min_snr"]["speedup_steps"]) > 4
 
 
 def test_seeds_whose_metric_is_not_positive_have_no_differences(small, capsys):

@@ -279,7 +279,7 @@ def test_dropout_does_not_depend_on_the_number_of_processes(folder, tmp_path, co
             two_ranks(command)
     states = [checkpoint.read(out / "checkpoint.pt") for out in outs]
     assert difference(*(state["model"] for state in states)) < TOLERANCE
-    assert all(read_json(out / "training.json")["provenance"]["exact"] for out in outs)
+    assert all(read_json(out / "training.json")["provenance"]["rerun_is_bit_exact"] for out in outs)
 
 
 def test_several_processes_require_a_launcher_and_several_nodes_a_slurm_job(folder, tmp_path, monkeypatch, capsys):

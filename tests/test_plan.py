@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import results_tree
 from kairos import devices
 from kairos.cli import main
 from kairos.config import load, validate
@@ -232,7 +233,8 @@ def test_the_rate_is_that_of_the_newest_state(tmp_path: Path) -> None:
     for name, seconds, modified in (("aaaa", 10.0, 1_000), ("ffff", 0.01, 2_000), ("cccc", 5.0, 1_500)):
         file = tmp_path / "uniform/seed0/.state" / name / "timing.jsonl"
         file.parent.mkdir(parents=True)
-        file.write_text(json.dumps({"step": 1, "seconds": seconds}) + "\n" + "\0\0\n")  # a power loss damaged the end
+        line = json.dumps({"step": 1, "seconds": seconds, "machine": results_tree.MACHINE})
+        file.write_text(f"{line}\n\0\0\n")  # a power loss damaged the end
         os.utime(file, (modified, modified))
     rate = measured_rate(tmp_path, {"uniform": 1e9}, devices=1)
     assert rate is not None and rate.seconds_per_step["uniform"] == 0.01

@@ -203,7 +203,7 @@ def test_claims_are_judged_by_the_interval(folder):
         claim = {"factor": factor, "method": "speed", "baseline": "uniform"}
         verdicts[factor] = published_numbers.judge_claim(collect(make_recipe(claim=claim), folder))
         assert verdicts[factor].startswith(
-            f"Claimed: speed needs {factor:g} times fewer steps for the final distance of"
+            f"Claimed: a speed-up in steps of {factor:g} for speed until the final distance of"
         )
     assert "confirmed at this length" in verdicts[1.05] and "refuted at this length" in verdicts[20.0]
     assert published_numbers.judge_claim(collect(make_recipe(), folder)) == ""

@@ -13,18 +13,23 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from kairos import portable
 from kairos.cli import main
+from kairos.config import validate
 from kairos.data.batches import Batch, Batches
 from kairos.data.latents import open_latents
 from kairos.files import DamagedError, read_json, sha256_bytes, write_text
 from kairos.milestones import check_milestone, open_milestone
 from kairos.training import checkpoint, loop
 from kairos.training.job import StoppedEarly, StopRequest
+from kairos.training.provenance import changes_bits, describe_environment
 from kairos.training.run_folder import RunFolder
 from kairos_timesteps.errors import ConfigError, KairosError
 from marks import mark_long
 from specifications import Specification, examples, specifications
 from training_case import build_training, experiment, make_latents, train, train_command, write_experiment
+
+ENVIRONMENT = describe_environment(validate(experiment()).training, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +348,7 @@ def test_a_run_resumes_under_other_versions_only_if_they_are_accepted(latents, t
         provenance = read_json(record)["provenance"]
         earlier = [(versions["torch"], versions["steps"]) for versions in provenance["resumed_under"]]
         assert provenance["torch"] == here and earlier == [("2.0.1", 20)]
-        assert not provenance["exact"] and "torch 2.0.1" in provenance["inexact_because"][0]
+        assert not provenance["rerun_is_bit_exact"] and "torch 2.0.1" in provenance["inexact_because"][0]
     assert read_json(out / "milestones/0000020/milestone.json")["provenance"]["resumed_under"] == []
     raised = experiment({"uniform": {}}, training__milestones=[20, 40, 41])
     train(raised, "uniform", 0, out, latents, [0, 20, 40, 41])  # the checkpoint now has the present versions
@@ -358,13 +363,13 @@ def test_a_checkpoint_hashes_only_new_metrics(tmp_path):
     for step, line in enumerate(("one\n", "two\n"), start=1):
         with open(store.metrics, "a") as metrics:
             metrics.write(line)
-        store.save_checkpoint(step, {})
+        store.save_checkpoint(step, {}, ENVIRONMENT)
         store.metrics.write_text("_" * store.metrics.stat().st_size)  # earlier bytes are not read again
     whole = b"one\ntwo\n"
     assert store.read_checkpoint(2, "cpu")["metrics"] == {"bytes": len(whole), "sha256": sha256_bytes(b"one\ntwo\n")}
     store.metrics.write_bytes(whole)
-    assert store.resume(2, "cpu")["step"] == 2
-    store.save_checkpoint(3, {})
+    assert store.resume(2, "cpu", ENVIRONMENT)["step"] == 2
+    store.save_checkpoint(3, {}, ENVIRONMENT)
     assert store.read_checkpoint(3, "cpu")["metrics"] == store.read_checkpoint(2, "cpu")["metrics"]
 
 
@@ -373,7 +378,7 @@ def test_the_newest_checkpoint_of_ten_million_steps_is_that_with_the_largest_ste
     store.state.mkdir(parents=True)
     store.metrics.touch()
     for step in (9_999_000, 9_999_500, 10_000_000):  # the first name with eight digits sorts before the others
-        store.save_checkpoint(step, {})
+        store.save_checkpoint(step, {}, ENVIRONMENT)
     assert store.newest_checkpoint()["step"] == 10_000_000
     assert store.newest_checkpoint(latest_step=9_999_999)["step"] == 9_999_500
     assert len([*store.state.glob("checkpoints/*.ckpt")]) == 2
@@ -489,8 +494,38 @@ def test_provenance_records_settings_that_are_not_exact(latents, tmp_path, monke
     train(experiment({"uniform": {}}, **setting), "uniform", 0, tmp_path, latents, [0, 1])
     for record in (tmp_path / "training.json", tmp_path / "milestones/0000001/milestone.json"):
         provenance = read_json(record)["provenance"]
-        assert provenance["exact"] is (reason is None)
+        assert provenance["rerun_is_bit_exact"] is (reason is None)
+        assert (provenance["bit_exact_on"] is None) is (reason is not None)
         assert provenance["inexact_because"] == ([reason] if reason else [])
+
+
+def test_a_resume_on_another_kind_of_cpu_is_not_bit_exact(latents, tmp_path, monkeypatch):
+    """A job that computes no step does not change the record of the machine that computed the steps."""
+    here = portable.machine()
+    plain, out = experiment({"uniform": {}}), tmp_path / "run"
+    for processor, last in (("CPU of the first node", 2), ("CPU of the second node", 4)):
+        monkeypatch.setattr(portable, "machine", lambda processor=processor: {**here, "processor": processor})
+        train(plain, "uniform", 0, out, latents, [0, last])
+    monkeypatch.undo()
+    assert train(plain, "uniform", 0, out, latents, [0, 4])["steps_run"] == 0
+    for record in (out / "training.json", out / "milestones/0000004/milestone.json"):
+        provenance = read_json(record)["provenance"]
+        assert not provenance["rerun_is_bit_exact"] and provenance["bit_exact_on"] is None
+        assert "step 2 on CPU of the first node" in provenance["inexact_because"][0]
+        assert provenance["device"].startswith("CPU of the second node")
+    first = read_json(out / "milestones/0000002/milestone.json")["provenance"]
+    assert first["rerun_is_bit_exact"] and first["bit_exact_on"].startswith("CPU of the first node")
+
+
+def test_portable_kernels_promise_equal_bits_on_all_cpus(monkeypatch):
+    here = portable.machine()
+    environments = []
+    for processor in ("first", "second"):
+        monkeypatch.setattr(portable, "machine", lambda processor=processor: {**here, "processor": processor})
+        training = validate(experiment({"uniform": {}}, training__deterministic="portable")).training
+        environments.append(describe_environment(training, torch.device("cpu")))
+    assert environments[0] == environments[1] and "AVX2" in environments[0]["device"]
+    assert not changes_bits(*environments)
 
 
 def test_a_file_that_is_not_a_checkpoint_is_rejected():

@@ -473,6 +473,14 @@ def read_lines(path: Path) -> list[str]:
     return lines
 
 
+def read_times(path: Path, identity: str | None) -> list[dict[str, Any]]:
+    """Return the entries of a timing.jsonl that the training run with this identity wrote; empty without a file.
+
+    Clock times are outputs of no stage. If results were pulled or restored, the file may be of another run.
+    """
+    return [entry for entry in read_entries(path) if entry.get("identity") == identity]
+
+
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """Return the entries of a metrics.jsonl or timing.jsonl, one for each step in it; an empty list without a file.
 

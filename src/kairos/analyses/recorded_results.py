@@ -9,7 +9,7 @@ import numpy as np
 from kairos import increments as process_increments
 from kairos.analyses.noise_levels import TableRow
 from kairos.analyses.settings import ADAPTIVE, AnalysisOptions, DensityOptions, IncrementsOptions
-from kairos.files import DamagedError, read_entries, read_json
+from kairos.files import DamagedError, read_json, read_times
 from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import KairosError
@@ -70,10 +70,10 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
         run_folder = results / name / f"seed{seed}"
         subset_size = method.sampler.get("selected") if method.sampler.name in ADAPTIVE else None
         timing_file = run_folder / "timing.jsonl"
-        # without the file, only the untrained network has a time: the first later snapshot raises the error below
-        timing = read_entries(timing_file)
+        # without times of this run, only the untrained network has one: the first later snapshot raises the error below
+        identity = read_json(run_folder / "training.json")["identity"]
         seconds_by_step = {0: 0.0}  # the untrained network
-        seconds_by_step |= {entry["step"]: entry["seconds"] for entry in timing}
+        seconds_by_step |= {entry["step"]: entry["seconds"] for entry in read_times(timing_file, identity)}
         for step in experiment.milestones:
             if step not in seconds_by_step:
                 raise KairosError(f"{timing_file}: has no time of step {step}; results that were pulled have no times")

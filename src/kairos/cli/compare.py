@@ -26,6 +26,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         "any measured value, such as val_loss_epsilon or kid; default: the metric that the experiment ranks methods by"
     )
     add("--metric", metavar="COLUMN", help=metric)
+    at_equal = "compare at the last common step, or after an equal training time; default: steps"
+    add("--at-equal", choices=("steps", "seconds"), help=at_equal)
     add("--out", type=Path, metavar="FILE", help="file to write; default: standard output")
     add("--index", action="store_true", help="write a page of all experiments in a folder: PATH/index.html")
 
@@ -59,7 +61,8 @@ def _write_index(arguments: argparse.Namespace) -> None:
     from kairos.report.compare import render_index
     from kairos.report.ranking import compare_methods
 
-    for option in ("format", "baseline", "metric"):  # the page has neither another format nor another comparison
+    # the page has neither another format nor another comparison
+    for option in ("format", "baseline", "metric", "at_equal"):
         value = getattr(arguments, option)
         demand_option(value is None, option, value, "none with --index")
     root, *further_paths = arguments.paths
@@ -88,20 +91,27 @@ def _compare(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: the baseline is not among the methods, or not all methods have the metric.
-        KairosError: a path is not an experiment, has no valid result, or was evaluated with another protocol.
+        KairosError: a path is not an experiment, has no valid result, or was evaluated with another protocol. With
+            ``--at-equal seconds``, training times are missing or of different machines.
     """
     from kairos.files import write_text
     from kairos.report.compare import (
         build_comparison_table,
+        build_equal_time_table,
         comparison_notes,
         find_ranking_warnings,
         format_table,
         join_experiments,
     )
+    from kairos.report.ranking import compare_methods
 
     experiments = _collect_experiments(arguments.paths)
     measurements = join_experiments(experiments, arguments.baseline, arguments.metric)
-    table = build_comparison_table(measurements)
+    comparisons = compare_methods(measurements)
+    if arguments.at_equal == "seconds":
+        table = build_equal_time_table(measurements)
+    else:
+        table = build_comparison_table(measurements, comparisons)
     text = format_table(table, arguments.format or "table")
     for warning in find_ranking_warnings(experiments, arguments.metric):
         print(f"warning: {warning}\n", file=sys.stderr, flush=True)
@@ -109,8 +119,7 @@ def _compare(arguments: argparse.Namespace) -> None:
         write_text(arguments.out, text)
     else:
         print(text, end="", flush=True)
-    seed_count = int(table["seeds"].iloc[0])  # equal in all rows
-    for note in comparison_notes(experiments, measurements, seed_count):
+    for note in comparison_notes(experiments, measurements, comparisons):
         print(f"note: {note}", file=sys.stderr)
 
 

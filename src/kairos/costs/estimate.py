@@ -176,7 +176,7 @@ def estimate_cost(
         unit=unit,
     )
     if rate is None:
-        rate = step_rate.measured_rate(results, flops, devices=training.processes, unit=unit)
+        rate = step_rate.measured_rate(results, flops, devices=training.processes)
     methods = {}
     for name, cost in sampler_costs.items():
         times = _estimate_times(experiment, rate, name, forward_flops) if rate else {}

@@ -5,9 +5,11 @@ import shutil
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kairos import devices
-from kairos.files import read_entries, read_json
+from kairos.files import read_entries
+from kairos.report.formatting import format_machine
 from kairos_timesteps.errors import demand
 
 
@@ -81,32 +83,29 @@ def rate_from_options(
     return StepRate(seconds_per_step, flops_per_second, source, unit)
 
 
-def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: str = "GPU") -> StepRate | None:
+def measured_rate(results: Path, flops: dict[str, float], devices: int) -> StepRate | None:
     """Return the speed of the experiment's earlier training runs; None if no training run recorded its time.
 
     The duration of a method's step is the median over the method's runs, incomplete runs included. For a method without
     a timed run it follows from its operations and the median speed of the other methods. The operations per second are
-    of one device. The source is a text with the number of runs and their devices. If complete runs have recorded their
-    devices, the unit is CPU if all of them are CPUs, else GPU.
+    of one device. The source is a text with the number of runs and the kinds of their machines. The unit is CPU if all
+    of them computed on CPUs, else GPU.
 
     Args:
         results: folder of the experiment's results.
         flops: floating-point operations of a step, by method. Runs of other methods are ignored.
         devices: number of devices of a training run, also assumed for the earlier runs.
-        unit: ``GPU`` or ``CPU``, the kind of device if no training run recorded it.
     """
     # times and devices of the timed runs
     step_seconds: dict[str, list[float]] = {}  # seconds of each run, by method
-    devices_used: set[str] = set()  # names; "?" if a run has not recorded it
+    machines: list[dict[str, Any]] = []  # of the timed runs
     for method in flops:
         for folder in sorted((results / method).glob("seed*")):
-            seconds = _seconds_per_step(folder)
-            if seconds is None:
+            entry = _last_times(folder)
+            if entry is None:
                 continue
-            step_seconds.setdefault(method, []).append(seconds)
-            record = folder / "training.json"  # exists once the training run is complete
-            if record.exists():
-                devices_used.add(read_json(record)["provenance"].get("device", "?"))
+            step_seconds.setdefault(method, []).append(entry["seconds"] / entry["step"])
+            machines.append(entry["machine"])
     if not step_seconds:
         return None
 
@@ -123,15 +122,13 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: st
     # origin and unit
     run_count = sum(map(len, step_seconds.values()))
     runs = "1 training run" if run_count == 1 else f"{run_count} training runs"
-    source = f"measured in {runs} of {results} ({', '.join(sorted(devices_used)) or '?'})"
-    known_devices = devices_used - {"?"}
-    if known_devices:
-        unit = "CPU" if known_devices == {"cpu"} else "GPU"
-    return StepRate(seconds_per_step, flops_per_second, source, unit)
+    kinds = "; ".join(sorted({format_machine(machine) for machine in machines}))
+    unit = "GPU" if any(machine["gpu"] for machine in machines) else "CPU"
+    return StepRate(seconds_per_step, flops_per_second, f"measured in {runs} of {results} on {kinds}", unit)
 
 
-def _seconds_per_step(folder: Path) -> float | None:
-    """Return the mean seconds of a step of a training run, from its timing files; None if they contain no timed step.
+def _last_times(folder: Path) -> dict[str, Any] | None:
+    """Return the last entry of a training run's timing.jsonl; None if no file contains a timed step.
 
     A complete run has timing.jsonl in its `folder`, an incomplete run in the folder of its state. A run has several
     states if its settings have changed. The last line of a file contains the steps and the seconds of the run so far.
@@ -141,5 +138,5 @@ def _seconds_per_step(folder: Path) -> float | None:
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         entries = read_entries(file)
         if entries and entries[-1]["step"] and entries[-1]["seconds"]:
-            return float(entries[-1]["seconds"] / entries[-1]["step"])
+            return entries[-1]
     return None

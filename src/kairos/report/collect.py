@@ -20,9 +20,9 @@ from kairos.array_shapes import ImageArray
 from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
 from kairos.evaluation.settings import is_higher_better
-from kairos.files import read_entries, read_json, read_lines
+from kairos.files import read_json, read_lines, read_times
 from kairos.milestones import step_name
-from kairos.report.formatting import join_first_names
+from kairos.report.formatting import format_machine, join_first_names
 from kairos.report.outdated import ExpectedSettings, format_changes
 from kairos_timesteps.errors import KairosError
 
@@ -82,9 +82,7 @@ class RunResults:
         seed: seed of the run.
         snapshots: evaluated snapshots, by ascending step.
         metrics_file: metrics.jsonl; None if it is missing or belongs to another run.
-        seconds_by_step: training time until a step, accumulated over resumes; empty if timing.jsonl is missing or
-            belongs to another run.
-        started: time of the first start; None if `seconds_by_step` is empty.
+        times: entries of timing.jsonl, see `TIMING_FIELDS`; empty if the file is missing or belongs to another run.
         record: content of ``training.json``. Until the run has ended, it is the last snapshot's record in this form,
             and empty without a snapshot.
     """
@@ -93,9 +91,22 @@ class RunResults:
     seed: int
     snapshots: tuple[SnapshotResults, ...]
     metrics_file: Path | None
-    seconds_by_step: dict[int, float]
-    started: datetime | None
+    times: tuple[Record, ...]
     record: Record
+
+    @cached_property
+    def seconds_by_step(self) -> dict[int, float]:
+        """Training time until a step, accumulated over resumes; empty without `times`."""
+        return {entry["step"]: float(entry["seconds"]) for entry in self.times}
+
+    @property
+    def started(self) -> datetime | None:
+        """Time of the first start; None without `times`."""
+        return datetime.fromisoformat(self.times[0]["started"]) if self.times else None
+
+    def machines_until(self, step: int) -> tuple[str, ...]:
+        """Return the kinds of machine that the training time until a step was measured on; empty without `times`."""
+        return tuple(dict.fromkeys(format_machine(entry["machine"]) for entry in self.times if entry["step"] <= step))
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
@@ -175,6 +186,19 @@ class MethodMeasurements:
             column_values = rows[column].to_numpy(float, na_value=np.nan)
             values[seed_positions[is_compared], step_positions[is_compared]] = column_values[is_compared]
         return pd.DataFrame(values, pd.Index(self.seeds, name="seed"), pd.Index(steps, name="step"))
+
+    @cached_property
+    def methods_by_machine(self) -> dict[str, list[str]]:
+        """Methods whose training times were measured on each kind of machine; a run on two has them joined by ``;``."""
+        timed_rows = self.table[self.table["machine"].notna() & self.table["method"].isin(self.methods)]
+        methods = timed_rows.groupby("machine", sort=False)["method"].unique()
+        return {str(machine): list(names) for machine, names in methods.items()}
+
+    @property
+    def has_one_clock(self) -> bool:
+        """True if all known training times were measured on machines of one kind, so that they can be compared."""
+        machines = list(self.methods_by_machine)
+        return len(machines) <= 1 and all("; " not in machine for machine in machines)
 
     @cached_property
     def _rows_by_method(self) -> dict[str, pd.DataFrame]:
@@ -295,9 +319,10 @@ class Results:
     def table(self) -> pd.DataFrame:
         """Table with a row per evaluated snapshot, in the order of `run_snapshots`; all columns have dtype object.
 
-        Columns are experiment, method, seed, step, images_seen, train_seconds, the measured values (see
+        Columns are experiment, method, seed, step, images_seen, train_seconds, machine, the measured values (see
         `SnapshotResults.measured_values`) and the fields of the evaluation's protocol. `train_seconds` is 0 at step 0,
-        and None if timing.jsonl lacks the step. Other values that a snapshot lacks are NaN.
+        and None if timing.jsonl lacks the step. `machine` is None without a time after step 0. Other values that a
+        snapshot lacks are NaN.
         """
         rows = []
         for run, snapshot in self.run_snapshots:
@@ -308,6 +333,7 @@ class Results:
                 "step": snapshot.step,
                 "images_seen": snapshot.record["images_seen"],
                 "train_seconds": run.seconds_by_step.get(snapshot.step) if snapshot.step else 0.0,
+                "machine": "; ".join(run.machines_until(snapshot.step)) or None,
             }
             rows.append(row | snapshot.measured_values | snapshot.evaluation["protocol"])
         return pd.DataFrame(rows, dtype=object)
@@ -400,7 +426,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
         reference=reference,
         dataset=dataset,
         autoencoder=autoencoder,
-        jobs=_read_job_records(folder, experiment_of_runs),
+        jobs=_read_job_records(folder, experiment_of_runs, runs),
         missing=tuple(missing),
         outdated=outdated,
         notes=_describe_differences(runs, expected),
@@ -498,8 +524,9 @@ def _read_run(
     of training.json; it is empty without snapshots. If not `unfinished`, the snapshots are not checked to be of one
     run. A missing timing.jsonl is not an error, and damaged lines of it are left out.
 
-    If `unfinished`, training.json, metrics.jsonl and timing.jsonl are used only if training.json has the identity of
-    the snapshots. The three files are written at the end of a run, and may be of an earlier run until then.
+    training.json and metrics.jsonl are used only if training.json has the identity of the snapshots, and an entry of
+    timing.jsonl only if it has this identity. The files are written at the end of a run, and may be of an earlier run.
+    If not `unfinished`, a training.json of another run is an error.
     """
     folder = expected.results / method / f"seed{seed}"
     errors: list[KairosError] = []
@@ -512,13 +539,15 @@ def _read_run(
         record = last_snapshot.record | {"steps": last_snapshot.step, "components": {}}  # has the form of training.json
     # files that a run writes at its end; an unfinished experiment may have those of an earlier run than the snapshots
     metrics_file: Path | None = None
-    timing: list[Record] = []
+    times: list[Record] = []
     with _collect_error(errors):  # after an error, the values that are not read yet stay as they are
         training_record = _read(folder / "training.json", "train")
-        is_of_run = not unfinished or training_record["identity"] == record.get("identity")
+        is_of_run = training_record["identity"] == (snapshots[-1].record["identity"] if snapshots else None)
+        if not is_of_run and not unfinished:
+            raise KairosError(f"{folder}/training.json: belongs to another training run; run `kairos train` again")
         if is_of_run:
             record = training_record
-            timing = read_entries(folder / "timing.jsonl")
+            times = read_times(folder / "timing.jsonl", record["identity"])
         metrics_path = _read(folder / "metrics.jsonl", "train", Path)
         if is_of_run:
             if unfinished:  # raises an error now if the file is damaged; an error in a figure would end the report
@@ -529,8 +558,7 @@ def _read_run(
         seed=seed,
         snapshots=tuple(snapshots),
         metrics_file=metrics_file,
-        seconds_by_step={entry["step"]: float(entry["seconds"]) for entry in timing},
-        started=datetime.fromisoformat(timing[0]["started"]) if timing else None,
+        times=tuple(times),
         record=record,
     )
     return run, errors
@@ -661,12 +689,14 @@ def _read_snapshot(expected: ExpectedSettings, run_folder: Path, step: int, refe
     return SnapshotResults(step, record, strategy_file, evaluation, grid_file)
 
 
-def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
+def _read_job_records(folder: Path, experiment: Experiment, runs: list[RunResults]) -> tuple[Record, ...]:
     """Read the time records of the jobs that the report depends on.
 
     These are the jobs of the stages that all methods share, and the jobs of the experiment's methods and seeds. Jobs of
     the report and of the tracking import are left out, and so are numbers of shards or segments that the experiment no
-    longer has. The order is: shared stages, runs, shards of stage encode, each sorted by path.
+    longer has. A job of training counts only if it has the identity of the run in `runs`.
+
+    The order is: shared stages, runs, shards of stage encode, each sorted by path.
 
     Raises:
         KairosError: a record is damaged.
@@ -692,7 +722,14 @@ def _read_job_records(folder: Path, experiment: Experiment) -> tuple[Record, ...
     paths = [*shared_paths, *expected_run_paths, *encode_paths]
     # STAGE is a placeholder in the error message: a damaged record does not show its stage
     records = [_read(path, f"STAGE --timing {path}") for path in paths]
-    return tuple(record for record in records if record["stage"] not in ("report", "track"))
+    identities = {(run.method, run.seed): run.record["identity"] for run in runs}
+    jobs = []
+    for record in records:
+        expected_identity = identities.get((record.get("method"), record.get("seed")))
+        is_of_another_run = "identity" in record and record["identity"] != expected_identity
+        if record["stage"] not in ("report", "track") and not is_of_another_run:
+            jobs.append(record)
+    return tuple(jobs)
 
 
 def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -> Any:

@@ -34,6 +34,7 @@ OPTIONAL_PROTOCOL = {
 LAST_COLUMNS = {
     "extractor": "name of the feature extractor",
     "identity": "SHA-256 of everything that decides the training run",
+    "machine": "kind of machine that `train_seconds` was measured on; several of a resumed run are separated by `;`",
 }
 # meaning of a column that ends in _spread, for the column without this ending
 SPREAD = "standard deviation over the sets of samples, empty with one set; a bootstrap for distances of real images"

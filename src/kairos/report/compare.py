@@ -19,15 +19,26 @@ from kairos import progress
 from kairos.evaluation.separation import ADVICE, reason_not_to_rank
 from kairos.report import formatting
 from kairos.report.collect import MethodMeasurements, Results
-from kairos.report.ranking import MIN_SEEDS, MethodComparison, Ratio, compare_methods
+from kairos.report.equal_time import compare_at_equal_time, describe_clock, why_times_are_not_compared
+from kairos.report.ranking import (
+    MIN_SEEDS,
+    MethodComparison,
+    Ratio,
+    compare_methods,
+    find_slower_methods_that_end_better,
+)
 from kairos_timesteps.errors import KairosError, demand
 
 COLUMNS = (
     "experiment", "method", "seeds", "step", "metric", "value", "spread", "baseline", "difference", "low", "high",
-    "p_value", "steps_factor", "time_factor",
+    "p_value", "speedup_steps", "speedup_seconds",
+)  # fmt: skip
+EQUAL_TIME_COLUMNS = (
+    "experiment", "method", "seeds", "seconds", "machine", "step", "metric", "value", "spread", "baseline",
+    "difference", "low", "high", "p_value",
 )  # fmt: skip
 # columns that a terminal shows once, above the table, if all their cells are equal
-_COLUMNS_ABOVE_TABLE = ("experiment", "seeds", "step", "metric", "baseline")
+_COLUMNS_ABOVE_TABLE = ("experiment", "seeds", "step", "seconds", "machine", "metric", "baseline")
 # fields of a protocol that need not be equal: the identity of one run; and the accuracy of the extractor, whose hash is
 # compared
 _IGNORED_PROTOCOL_FIELDS = ("identity", "accuracy")
@@ -211,9 +222,6 @@ def build_comparison_table(
     experiments = dict(zip(measurements.table["method"], measurements.table["experiment"]))
     rows = []
     for comparison in comparisons:
-        ratio = comparison.ratio_to_baseline or _UNKNOWN
-        if comparison.method == baseline:
-            ratio = _BASELINE_TO_ITSELF
         row = {
             "experiment": experiments[comparison.method],
             "method": _method_name(comparison.method),
@@ -222,16 +230,59 @@ def build_comparison_table(
             "metric": measurements.metric,
             "value": final_values[comparison.method],
             "spread": comparison.curve.std[-1],
-            "baseline": baseline,
-            "difference": baseline_value * (ratio.value - 1),
-            "low": baseline_value * (ratio.low - 1),
-            "high": baseline_value * (ratio.high - 1),
-            "p_value": ratio.p_value,
-            "steps_factor": (comparison.step_factor or _UNKNOWN).value,
-            "time_factor": (comparison.time_factor or _UNKNOWN).value,
+            **_compare_with_baseline(comparison.method, comparison.ratio_to_baseline, baseline, baseline_value),
+            "speedup_steps": (comparison.step_factor or _UNKNOWN).value,
+            "speedup_seconds": (comparison.time_factor or _UNKNOWN).value,
         }
         rows.append(row)
     return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def build_equal_time_table(measurements: MethodMeasurements) -> pd.DataFrame:
+    """Build a table with `EQUAL_TIME_COLUMNS` and a row per method, the best value first, see `compare_at_equal_time`.
+
+    Values are after the training time in column ``seconds``; column ``step`` has the steps computed by then, mean over
+    seeds, and ``spread`` the standard deviation over seeds. The caller ensures that there is a baseline.
+
+    Raises:
+        KairosError: training times cannot be compared, or there is no common snapshot, or no seed for ratios.
+    """
+    comparison = compare_at_equal_time(measurements)
+    if comparison is None:
+        raise KairosError(f"--at-equal seconds: {why_times_are_not_compared(measurements)} Compare by --at-equal steps")
+    if not comparison.seed_count:
+        raise _no_seeds_error(measurements)
+    baseline = str(measurements.baseline)
+    baseline_value = next(value.mean for value in comparison.methods if value.method == baseline)
+    experiments = dict(zip(measurements.table["method"], measurements.table["experiment"]))
+    rows = []
+    for value in comparison.methods:
+        row = {
+            "experiment": experiments[value.method],
+            "method": _method_name(value.method),
+            "seeds": comparison.seed_count,
+            "seconds": comparison.seconds,
+            "machine": next(iter(measurements.methods_by_machine)),
+            "step": value.steps,
+            "metric": measurements.metric,
+            "value": value.mean,
+            "spread": value.std,
+            **_compare_with_baseline(value.method, value.ratio_to_baseline, baseline, baseline_value),
+        }
+        rows.append(row)
+    return pd.DataFrame(rows, columns=EQUAL_TIME_COLUMNS)
+
+
+def _compare_with_baseline(method: str, ratio: Ratio | None, baseline: str, baseline_value: float) -> dict[str, object]:
+    """Return the columns ``baseline``, ``difference``, ``low``, ``high`` and ``p_value`` of a method's row."""
+    known_ratio = _BASELINE_TO_ITSELF if method == baseline else ratio or _UNKNOWN
+    return {
+        "baseline": baseline,
+        "difference": baseline_value * (known_ratio.value - 1),
+        "low": baseline_value * (known_ratio.low - 1),
+        "high": baseline_value * (known_ratio.high - 1),
+        "p_value": known_ratio.p_value,
+    }
 
 
 def _no_seeds_error(measurements: MethodMeasurements) -> KairosError:
@@ -281,7 +332,7 @@ def _format_for_terminal(cells: pd.DataFrame) -> str:
     The first line is empty if no such column has equal cells. The caller ensures that the index is 0, 1, 2 ... and no
     cell is missing. Cells are texts.
     """
-    equal_columns = [name for name in _COLUMNS_ABOVE_TABLE if cells[name].nunique() == 1]
+    equal_columns = [name for name in _COLUMNS_ABOVE_TABLE if name in cells and cells[name].nunique() == 1]
     shared_line = ", ".join(f"{name} {cells[name][0]}" for name in equal_columns)
     other_cells = cells.drop(columns=equal_columns)
     left_columns = [index for index, name in enumerate(other_cells.columns) if name in ("experiment", "method")]
@@ -328,17 +379,20 @@ def find_ranking_warnings(selection: Selection, metric: str | None = None) -> It
             yield f"{label}: {reason} {ADVICE}"
 
 
-def comparison_notes(selection: Selection, measurements: MethodMeasurements, seed_count: int) -> Iterator[str]:
+def comparison_notes(
+    selection: Selection, measurements: MethodMeasurements, comparisons: list[MethodComparison]
+) -> Iterator[str]:
     """Yield the notes below a comparison table, for the joined measurements of a selection (`join_experiments`).
 
     They report unfinished results (the first three runs of an experiment, and the number of runs), outdated results
-    and the notes of `Results.notes`. They also report too few seeds for a ranking, and seeds that are left out of all
-    numbers or of the differences.
+    and the notes of `Results.notes`. Methods that end better than the baseline with a speed-up below 1 are explained.
+    Further notes report the machine of the training times, too few seeds for a ranking, and seeds that are left out of
+    all numbers or of the differences.
 
     Args:
         selection: experiments, each with its selected methods.
         measurements: joined measurements of the selection.
-        seed_count: number of seeds in the significance tests, see `MethodComparison.seed_count`.
+        comparisons: comparison of the methods with the baseline of the measurements, see `compare_methods`.
     """
     # missing and outdated results, and results that differ in code or rounding
     for (results, _), label in zip(selection, _experiment_labels(selection)):
@@ -351,7 +405,13 @@ def comparison_notes(selection: Selection, measurements: MethodMeasurements, see
             yield f"{label}: results of other settings are left out: {changes}"
         for note in results.notes:
             yield f"{label}: {note}"
+    if measurements.baseline is not None:
+        higher_is_better = measurements.higher_is_better
+        yield from find_slower_methods_that_end_better(comparisons, measurements.baseline, higher_is_better)
+    runs = [run for results, methods in selection for run in results.runs if run.method in methods]
+    yield describe_clock(measurements, runs)
     # seeds
+    seed_count = comparisons[0].seed_count
     if seed_count < MIN_SEEDS:
         have = formatting.format_count(seed_count, "seed")
         yield f"not ranked: methods are ranked from {MIN_SEEDS} seeds on, and these have {have}"

@@ -152,7 +152,8 @@ def draw_distance(results: Results, styles: dict[str, MethodStyle], over_time: b
     axes.set(yscale="log", ylabel=metric_label(results.primary_metric))
     style_log_axis(axes)
     if over_time:
-        axes.set_xlabel(f"training time in {unit}")
+        machine = "".join(f"\non {name}" for name in results.measurements.methods_by_machine)  # one, or no known time
+        axes.set_xlabel(f"training time in {unit}{machine if results.measurements.has_one_clock else ''}")
     else:
         axes.set_xlabel(f"training step ({results.experiment.training.batch_size} images each)")
         _style_step_axis(axes, np.array(results.experiment.milestones, float))

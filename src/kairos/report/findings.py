@@ -6,6 +6,7 @@ from itertools import chain, pairwise
 
 from kairos.evaluation.separation import ADVICE, reason_not_to_rank
 from kairos.report.collect import Results
+from kairos.report.equal_time import why_times_are_not_compared
 from kairos.report.formatting import (
     format_change,
     format_count,
@@ -21,6 +22,7 @@ from kairos.report.ranking import (
     MethodComparison,
     build_curve,
     distance_from_start,
+    find_slower_methods_that_end_better,
     has_not_moved,
 )
 
@@ -37,6 +39,7 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
     - the ranking, or the range of final values with too few seeds
     - the advice to add seeds or to finish missing results, if there are several methods and a ranking needs them
     - the comparison with the baseline, or that there is none
+    - each method that ends better than the baseline although its speed-up is below 1
 
     Args:
         results: results of the experiment.
@@ -64,6 +67,8 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
         sentences.append("No method samples uniformly without weights, so there is no baseline for factors.")
     else:
         sentences += _summarise_baseline_comparison(comparisons, results.baseline)
+        higher_is_better = results.measurements.higher_is_better
+        sentences += find_slower_methods_that_end_better(comparisons, results.baseline, higher_is_better)
     return sentences
 
 
@@ -139,16 +144,17 @@ def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline
 
 
 def _summarise_saving(comparison: MethodComparison, baseline: str) -> str:
-    """Return a sentence with the factor of steps that a method saves, and the factor of training time if it is known.
+    """Return a sentence with a method's speed-up in steps, and its speed-up in training time if that is known.
 
-    Each factor has its 95 % interval. The caller ensures that the comparison has a factor of steps.
+    Each has its 95 % interval. The caller ensures that the comparison has a speed-up in steps.
     """
     steps, interval = format_factor(comparison.step_factor)
-    saving = f"{comparison.method} needs {steps} fewer steps for {baseline}'s final value (95 % interval {interval})"
+    speed_up = f"a speed-up in steps of {steps} until {baseline}'s final value (95 % interval {interval})"
+    saving = f"{comparison.method} has {speed_up}"
     if comparison.time_factor is None:
         return f"{saving}."
     time, time_interval = format_factor(comparison.time_factor)
-    return f"{saving}; in time the factor is {time} ({time_interval})."
+    return f"{saving}; its speed-up in training time is {time} ({time_interval})."
 
 
 def find_warnings(results: Results) -> Iterator[str]:
@@ -159,7 +165,7 @@ def find_warnings(results: Results) -> Iterator[str]:
     - The distance cannot rank methods. If it is the primary metric, `summarise_outcome` reports that instead.
     - Methods are ranked by another metric, and distances end no lower than a Gaussian's.
     - An evaluation has a warning, or a run is not bit-exact; a run whose record has no reason is treated as bit-exact.
-    - There is only one seed, or training times are missing.
+    - There is only one seed, or training times are missing or of different machines.
 
     More than 12 warnings about unmoved samplers, or about the primary metric, are shortened to five and a count.
     """
@@ -182,8 +188,9 @@ def find_warnings(results: Results) -> Iterator[str]:
         yield f"Not bit-exact: {inexact_reason}."
     if len(results.experiment.seeds) == 1:
         yield "One seed: the variation between seeds is unknown, and is not part of the standard deviation."
-    if not all(run.seconds_by_step for run in results.runs):
-        yield "Some training runs have no timing.jsonl: their times and factors in time are missing."
+    reason = why_times_are_not_compared(results.measurements)
+    if reason:
+        yield reason
 
 
 def _find_unmoved_samplers(results: Results) -> Iterator[str]:

@@ -150,6 +150,18 @@ def format_duration(seconds: float | None) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
+def format_machine(machine: dict[str, Any]) -> str:
+    """Format the kind of machine in an entry of timing.jsonl, such as ``AMD EPYC, 2 CPUs, 1 thread``.
+
+    The name of the host is left out. More than one process is stated.
+    """
+    parts = [machine["gpu"]] if machine["gpu"] else []
+    parts += [machine["cpu"], format_count(machine["cpus"], "CPU"), format_count(machine["threads"], "thread")]
+    if machine["processes"] > 1:
+        parts.append(format_count(machine["processes"], "process", "processes"))
+    return ", ".join(parts)
+
+
 def format_milliseconds(seconds: float) -> str:
     """Format a duration in seconds as whole milliseconds, such as ``50 ms``; a dash if it is not finite."""
     return f"{seconds * 1000:.0f} ms" if math.isfinite(seconds) else DASH

@@ -12,6 +12,7 @@ from PIL import Image
 from kairos.models.settings import omit_overridden_size
 from kairos.report import findings, formatting, published_numbers
 from kairos.report.collect import Record, Results, RunResults, SnapshotResults
+from kairos.report.equal_time import compare_at_equal_time, describe_clock
 from kairos.report.figures import available_figures
 from kairos.report.plot_style import BAND, DPI, MethodStyle, assign_styles
 from kairos.report.ranking import build_curve, compare_methods, has_not_moved
@@ -46,10 +47,13 @@ def render_page(results: Results, figures: Path) -> str:
         return float(common.values_of(method, column).iloc[:, -1].mean(skipna=False))
 
     template = formatting.load_template(Path(__file__).with_suffix(".html.jinja"))
+    clock = describe_clock(results.measurements, results.runs)
     return template.render(
         formatting=formatting,
         results=results,
         comparisons=comparisons,
+        clock=clock,
+        equal_time=compare_at_equal_time(results.measurements),
         protocol=protocol,
         solver=_solver_settings(protocol),
         # a setting of guidance that the protocol lacks has the value in the experiment
@@ -76,6 +80,7 @@ def render_page(results: Results, figures: Path) -> str:
             [formatting.describe_component(loss.plain()) for loss in results.experiment.diffusion.losses]
         ),
         costs=_sum_costs(results.jobs),
+        cost_machines=sorted({job["machine"]["processor"] for job in results.jobs if "machine" in job}),
         published_numbers=published_numbers.compare_published_numbers(results),
         accelerations=_compute_accelerations(results),
         claim=published_numbers.judge_claim(results),

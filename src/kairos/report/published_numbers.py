@@ -114,12 +114,14 @@ def judge_claim(results: Results) -> str:
     common = results.measurements.common_measurements
     curve, baseline_curve = build_curve(common, claim.method), build_curve(common, claim.baseline)
     if claim.cost == "time":
-        cost, saving = "seconds_by_seed", "less training time"
+        cost, unit = "seconds_by_seed", "training time"
     else:
-        cost, saving = "steps", "fewer steps"
+        cost, unit = "steps", "steps"
     factor = compute_cost_factor(curve, baseline_curve, cost)
     value, _ = formatting.format_factor(factor)
-    statement = f"{claim.method} needs {claim.factor:g} times {saving} for the final distance of {claim.baseline}"
+    statement = (
+        f"a speed-up in {unit} of {claim.factor:g} for {claim.method} until the final distance of {claim.baseline}"
+    )
     return f"Claimed: {statement}. Measured: {value}, {_judge_factor(factor, claim.factor)}."
 
 

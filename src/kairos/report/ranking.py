@@ -9,6 +9,7 @@ Nothing is tested with fewer than five seeds.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ class Curve:
 
     Attributes:
         steps: optimizer steps of the snapshots.
-        seconds: training time, mean over seeds; NaN without a clock.
+        seconds: training time, mean over seeds; NaN without a clock, or if machines of several kinds were the clock.
         mean: value, mean over seeds.
         std_over_sets: standard deviation over sample sets; NaN if unknown.
         std_over_seeds: standard deviation over seeds; NaN with one seed.
@@ -107,8 +108,10 @@ class MethodComparison:
         ratio_to_baseline: final value over the baseline's; None for the baseline and without a baseline.
         validation_losses: mean and standard deviation over seeds of every measured loss on held-out images, at the last
             common snapshot, by column; NaN if unknown.
-        step_factor: steps that the baseline needs for its final value, over the method's steps for that value.
-        time_factor: training time that the baseline needs for its final value, over the method's time for that value.
+        step_factor: speed-up in steps: steps that the baseline needs for its final value, over the method's steps for
+            that value.
+        time_factor: speed-up in training time: seconds that the baseline needs for its final value, over the method's
+            seconds for that value.
     """
 
     method: str
@@ -142,6 +145,8 @@ def build_curve(measurements: MethodMeasurements, method: str) -> Curve:
     """
     values = measurements.values_of(method, measurements.metric)
     seconds = measurements.values_of(method, "train_seconds")
+    if not measurements.has_one_clock:
+        seconds = seconds * math.nan
     set_stds = measurements.values_of(method, f"{measurements.metric}_spread")
     skip_missing = bool(measurements.missing)  # True for an unfinished experiment
     std_over_sets = np.sqrt((set_stds**2).mean(skipna=skip_missing).to_numpy())
@@ -194,7 +199,7 @@ def compare_methods(measurements: MethodMeasurements) -> list[MethodComparison]:
             step_factor = compute_cost_factor(descending_curve, descending_baseline, cost="steps")
             time_factor = compute_cost_factor(descending_curve, descending_baseline, cost="seconds_by_seed")
             if index != baseline_index:
-                ratio_to_baseline = _select_ratio(ratios, index, baseline_index)
+                ratio_to_baseline = select_ratio(ratios, index, baseline_index)
         better_count = int(ends_better[:, index].sum())  # methods that end better than this one
         worse_count = int(ends_better[index].sum())  # methods that this one ends better than
         losses = {name: common.values_of(method, name).iloc[:, -1] for name in common.validation_columns}
@@ -213,7 +218,7 @@ def compare_methods(measurements: MethodMeasurements) -> list[MethodComparison]:
     return sorted(comparisons, key=lambda comparison: comparison.curve.mean[-1], reverse=common.higher_is_better)
 
 
-def _select_ratio(ratios: RatioArrays, method: int, other: int) -> Ratio:
+def select_ratio(ratios: RatioArrays, method: int, other: int) -> Ratio:
     """Return element [method, other] of arrays (methods, methods) as a `Ratio` of plain floats."""
     return Ratio(
         value=float(ratios.values[method, other]),
@@ -418,6 +423,33 @@ def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | Non
         missed_seed_count=missed_seed_count,
         seed_count=len(targets),
     )
+
+
+def find_slower_methods_that_end_better(
+    comparisons: list[MethodComparison], baseline: str, higher_is_better: bool
+) -> Iterator[str]:
+    """Yield a sentence for each method that ends better than the baseline with a speed-up in steps below 1.
+
+    A speed-up compares steps until the baseline's final value, not final values. It is below 1 if the baseline reaches
+    its final value early, gets worse and comes back. `comparisons` are those of `compare_methods`.
+    """
+    curve_of_baseline = next(comparison.curve for comparison in comparisons if comparison.method == baseline)
+    sign = -1 if higher_is_better else 1  # crossings need curves of which lower values are better
+    descending = replace(curve_of_baseline, values_by_seed=sign * curve_of_baseline.values_by_seed)
+    steps_of_baseline = _costs_of_targets(descending, "steps", descending.values_by_seed[:, -1])
+    for comparison in comparisons:
+        factor, ratio = comparison.step_factor, comparison.ratio_to_baseline
+        if factor is None or ratio is None or not factor.value < 1:  # not below 1: also NaN, if a seed misses the value
+            continue
+        ends_better = ratio.value > 1 if higher_is_better else ratio.value < 1
+        if ends_better:
+            direction = "above" if higher_is_better else "below"
+            method = comparison.method
+            yield (
+                f"{method} ends {direction} {baseline} although its speed-up in steps is {factor.value:.2f}. "
+                f"{baseline} had its own final value at step {steps_of_baseline.mean():,.0f} (mean over seeds), "
+                f"got worse and came back; {method} needed more steps for that value, and then passed it."
+            )
 
 
 def _costs_of_targets(curve: Curve, cost: str, targets: PerSeed) -> PerSeed:

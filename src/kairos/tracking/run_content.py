@@ -223,9 +223,11 @@ def build_tags(results: "Results", run: "RunResults") -> dict[str, str]:
     """Return the tags of a training run that do not identify it; entries of its provenance that are None are left out.
 
     The tags are hashes of the data set, autoencoder, extractor and reference, hashes of the components that the run
-    wrote, its provenance, and the tags of `build_source_tags`.
+    wrote, its provenance, and the tags of `build_source_tags`. Tag ``kairos.machine`` is the kind of machine that
+    the run's times were measured on; it is left out without times.
     """
     record = run.record
+    machines = run.machines_until(run.last_snapshot.step)
     return {
         "kairos.data": results.dataset["content_sha256"],
         "kairos.autoencoder": str(results.autoencoder["sha256"]),
@@ -233,6 +235,7 @@ def build_tags(results: "Results", run: "RunResults") -> dict[str, str]:
         "kairos.reference_hash": results.reference["reference_hash"],
         **{f"kairos.sha256.{name}": digest for name, digest in record["components"].items()},
         **{f"kairos.provenance.{key}": str(value) for key, value in record["provenance"].items() if value is not None},
+        **({"kairos.machine": "; ".join(machines)} if machines else {}),
         **build_source_tags(record["provenance"]),
     }
 

@@ -8,6 +8,7 @@ from string import Template
 
 from kairos.report import compare, formatting, ranking
 from kairos.report.collect import Results
+from kairos.report.equal_time import describe_clock
 from kairos.report.findings import summarise_outcome
 from kairos.tracking.mlflow_store import Client
 from kairos_timesteps.errors import KairosError
@@ -17,7 +18,7 @@ TAG = f"mlflow.sharedViewState.{KEY}"  # the tag that MLflow's button `Share` wr
 NOTE = "mlflow.note.content"
 _RUNS_WORKSPACE = "workflowType=machine_learning"  # selects the one of MLflow's two workspaces that shows runs
 # columns of the note's table, a selection from `build_comparison_table`
-_COLUMNS = ["method", "seeds", "value", "difference", "low", "high", "p_value", "steps_factor", "time_factor"]
+_COLUMNS = ["method", "seeds", "value", "difference", "low", "high", "p_value", "speedup_steps", "speedup_seconds"]
 _HEADING_METHODS = 5  # largest number of methods in the heading of a note
 _TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
 
@@ -70,7 +71,7 @@ def build_note(results: Results) -> str:
     heading = f"{results.primary_metric}, lowest first{too_few_seeds}: {first_methods}"
 
     # outcome and table
-    outcome = " ".join(summarise_outcome(results, rows))
+    outcome = " ".join([*summarise_outcome(results, rows), describe_clock(results.measurements, results.runs)])
     columns = table.assign(value=values)[_COLUMNS].rename(columns={"value": results.primary_metric})
     return "\n\n".join([heading, outcome, _cut_table(compare.format_table(columns, "md"))])
 

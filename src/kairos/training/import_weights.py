@@ -12,7 +12,7 @@ from kairos.files import open_record, sha256_file, sha256_json
 from kairos.forward_process import build_process, output_channels, scheduler_config
 from kairos.milestones import write_milestone
 from kairos.models.published_weights import read_published
-from kairos.training.provenance import build_provenance, library_versions
+from kairos.training.provenance import describe_environment
 from kairos.training.settings import RunSettings
 from kairos_timesteps import Strategy
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -143,7 +143,7 @@ def import_weights(
         **identity_parts,
         # as the record of a run whose sampler does not learn; a and b are parameters of a learned Beta density
         "learned": False, "strategy": {"updates": None, "a": None, "b": None, "tv_from_start": 0.0},
-        "provenance": build_provenance(run.model, run.training, torch.device("cpu"), library_versions(), earlier=[]),
+        "provenance": describe_environment(run.training, torch.device("cpu")),  # of the import: the training is unknown
     }  # fmt: skip
 
     # snapshot

@@ -28,7 +28,7 @@ from kairos.training.identity import code_roots, compute_identity
 from kairos.training.job import CollectiveStop, ProgressFile, StoppedEarly, StopRequest
 from kairos.training.loop import divergence_error, train_steps
 from kairos.training.memory import explain_out_of_memory
-from kairos.training.provenance import build_provenance, library_versions
+from kairos.training.provenance import build_provenance, describe_clock, describe_environment
 from kairos.training.run_folder import RunFolder, lock_run_folder
 from kairos.training.settings import RunSettings, TrainingConfig
 from kairos.training.state import TrainingState
@@ -124,7 +124,7 @@ def train(
         elif is_first:
             checkpoint = run_folder.newest_checkpoint(latest_step=milestones[-1])
             assert checkpoint is not None  # written by the job above, or found by `prepare`
-            run_folder.publish(milestones, _build_record(run, identity, identity_parts, milestones, checkpoint, device))
+            run_folder.publish(milestones, _build_record(run, identity, identity_parts, milestones, checkpoint))
     return {"steps_run": steps_run, "step": milestones[-1], "identity": identity}
 
 
@@ -134,7 +134,6 @@ def _build_record(
     identity_parts: dict[str, Any],
     milestones: list[int],
     checkpoint: dict[str, Any],
-    device: torch.device,
 ) -> dict[str, Any]:
     """Return the content of training.json.
 
@@ -145,8 +144,7 @@ def _build_record(
         identity: hash of `identity_parts`.
         identity_parts: everything that decides the trajectory.
         milestones: steps whose snapshots were requested.
-        checkpoint: content of the last checkpoint.
-        device: computing device.
+        checkpoint: content of the last checkpoint; its environment is recorded, also if this job computes no step.
     """
     return {
         "identity": identity,
@@ -156,9 +154,7 @@ def _build_record(
         "steps": checkpoint["step"],
         "milestones": milestones,
         "components": {**component_hashes(checkpoint), "metrics": checkpoint["metrics"]["sha256"]},
-        "provenance": build_provenance(
-            run.model, run.training, device, checkpoint["versions"], checkpoint["resumed_under"]
-        ),
+        "provenance": build_provenance(run.model, run.training, checkpoint["environment"], checkpoint["resumed_under"]),
     }
 
 
@@ -232,6 +228,8 @@ class TrainingJob:
         is_first: this process is rank 0.
         start_density: density of the untrained sampler, (T,).
         started: UTC time at which the job started, ISO 8601.
+        environment: versions and device of this job, see `describe_environment`.
+        machine: machine that the times are measured on, see `describe_clock`.
     """
 
     run_folder: RunFolder
@@ -245,11 +243,13 @@ class TrainingJob:
     longest_save: float = 0.0
 
     def __post_init__(self) -> None:
-        """Set `is_first`, `start_density` and `started`."""
+        """Set `is_first`, `start_density`, `started`, `environment` and `machine`."""
         self.is_first = distributed.rank() == 0
         # a checkpoint is loaded later, so this is the density of the untrained sampler
         self.start_density = self.training.strategy.table(self.training.density_images())["p"]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
+        self.environment = describe_environment(self.training.settings, self.training.device)
+        self.machine = describe_clock(self.training.settings, self.training.device)
 
     def train_until(self, milestones: list[int], missing: list[int]) -> int:
         """Resume from the newest usable checkpoint and train to the last milestone; return how many steps it took.
@@ -345,7 +345,7 @@ class TrainingJob:
         # rank 0 selects and reads the checkpoint; the other ranks get its step and read it themselves
         checkpoint = None
         if self.is_first:
-            checkpoint = run_folder.resume(latest_step, training.device, self.accept_versions)
+            checkpoint = run_folder.resume(latest_step, training.device, self.environment, self.accept_versions)
         checkpoint_step = ranks.call_on_rank_0(lambda: checkpoint["step"] if checkpoint else None)
         if checkpoint_step is not None:
             if checkpoint is None:  # on other ranks than 0
@@ -372,11 +372,16 @@ class TrainingJob:
         if self.is_first:
             with open(self.run_folder.metrics, "ab") as metrics_file:
                 os.fsync(metrics_file.fileno())  # durable before the checkpoint that contains its hash
-            times = {"seconds": round(self.seconds, 3), "steps_run": self.steps_run, "started": self.started}
-            timing_path = self.run_folder.timing
-            with set_missing_filename(timing_path), open(timing_path, "a", encoding="utf-8") as timing_file:
-                timing_file.write(json.dumps({"step": step, **times}) + "\n")
-            self.run_folder.save_checkpoint(step, self.training.state_dict())
+            times = {
+                "step": step,
+                "seconds": round(self.seconds, 3),
+                "steps_run": self.steps_run,
+                "started": self.started,
+                "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+                "machine": self.machine,
+            }
+            self.run_folder.append_times(times)
+            self.run_folder.save_checkpoint(step, self.training.state_dict(), self.environment)
         ranks.barrier()
         self.longest_save = max(self.longest_save, time.monotonic() - begun)
 
@@ -413,11 +418,7 @@ class TrainingJob:
             "sigma_data": training.sigma_data,
             "conditions": {name: manifest["conditions"][name] for name in training.conditions},
             "provenance": build_provenance(
-                training.run.model,
-                training.settings,
-                training.device,
-                library_versions(),
-                self.run_folder.resumed_under,
+                training.run.model, training.settings, self.environment, self.run_folder.resumed_under
             ),
             "step": training.step,
             "images_seen": training.step * training.settings.batch_size,

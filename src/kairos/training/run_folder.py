@@ -32,6 +32,7 @@ from kairos.files import (
     list_by_step,
     read_entries,
     read_json,
+    set_missing_filename,
     sha256_bytes,
     sha256_json,
     try_lock,
@@ -41,7 +42,7 @@ from kairos.files import (
 from kairos.milestones import check_milestone, step_name
 from kairos.progress import log
 from kairos.training import checkpoint
-from kairos.training.provenance import library_versions
+from kairos.training.provenance import changes_bits, library_versions
 from kairos_timesteps.errors import KairosError
 
 # fields of a line of metrics.jsonl with their meaning; loss terms and probes add fields under their names
@@ -60,10 +61,19 @@ METRICS_FIELDS = {
 }
 # fields of a line of timing.jsonl, which is written with each checkpoint
 TIMING_FIELDS = {
+    "identity": "identity of the training run that was measured; lines of another run are ignored",
     "step": "completed training steps at the checkpoint",
     "seconds": "seconds of training steps so far, over all jobs of the run, without saving",
     "steps_run": "steps that the job has computed so far",
     "started": "UTC time at which the job started, ISO 8601",
+    "saved": "UTC time of this line, ISO 8601",
+    "machine": "object with the machine that the job was measured on",
+    "machine.host": "name of the machine",
+    "machine.cpu": "model of its CPU",
+    "machine.gpu": "model of the GPU; None: the CPU computes",
+    "machine.cpus": "CPUs that the job may use",
+    "machine.threads": "CPU threads of each process",
+    "machine.processes": "processes of the training run",
 }
 
 _KEPT_CHECKPOINTS = 2  # if the last one is damaged, the one before it is used
@@ -155,7 +165,7 @@ class RunFolder:
         state: folder of the private state.
         metrics: metrics.jsonl of the state.
         timing: timing.jsonl of the state.
-        resumed_under: other library versions that computed the first steps, each with the number of steps by then.
+        resumed_under: other environments that computed the first steps, each with the number of steps by then.
     """
 
     def __init__(self, out: Path, identity: str):
@@ -271,19 +281,25 @@ class RunFolder:
         """Return the folder of the snapshot at a step."""
         return self.state / "milestones" / step_name(step)
 
-    def save_checkpoint(self, step: int, state: dict[str, Any]) -> None:
+    def append_times(self, times: dict[str, Any]) -> None:
+        """Append a line to timing.jsonl, with the identity of the run; `times` has the other `TIMING_FIELDS`."""
+        with set_missing_filename(self.timing), open(self.timing, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"identity": self.identity, **times}) + "\n")
+
+    def save_checkpoint(self, step: int, state: dict[str, Any], environment: dict[str, Any]) -> None:
         """Write a checkpoint after `step` steps, with the hash of metrics.jsonl so far; keep only the last two files.
 
         Args:
             step: number of completed steps.
             state: result of `kairos.training.state.TrainingState.state_dict`.
+            environment: result of `kairos.training.provenance.describe_environment`.
         """
         self._hash_new_metrics()
         content = {
             **state,
             "step": step,
             "identity": self.identity,
-            "versions": library_versions(),
+            "environment": environment,
             "resumed_under": self.resumed_under,
             "metrics": {"bytes": self._metrics_size, "sha256": self._metrics_digest.hexdigest()},
         }
@@ -315,18 +331,21 @@ class RunFolder:
         """
         return checkpoint.read(self._checkpoint_path(step), device)
 
-    def resume(self, latest_step: int, device: Any, accept_versions: bool = False) -> dict[str, Any] | None:
+    def resume(
+        self, latest_step: int, device: Any, environment: dict[str, Any], accept_versions: bool = False
+    ) -> dict[str, Any] | None:
         """Return the newest intact checkpoint's content, and cut metrics and timing back to it; None: there is none.
 
         Checkpoints of later steps are deleted, also damaged ones. Without a checkpoint, the run starts from step 0, and
         metrics and timing become empty. A start from step 0 also deletes all snapshots. Attribute `resumed_under`
-        becomes the checkpoint's. All files are unchanged if a KairosError is raised.
+        becomes the checkpoint's. The checkpoint's environment is added to it if its last digits may differ. All files
+        are unchanged if a KairosError is raised.
 
         Args:
             latest_step: ignore later checkpoints.
             device: device of its tensors.
-            accept_versions: accept a checkpoint that other library versions computed, and add these versions to
-                `resumed_under`.
+            environment: environment of the next steps, see `kairos.training.provenance.describe_environment`.
+            accept_versions: accept a checkpoint that other library versions computed.
 
         Raises:
             KairosError: other library versions computed the checkpoint, and `accept_versions` is False.
@@ -337,21 +356,23 @@ class RunFolder:
             self._cut_back(metrics_size=0, step=0)
             return None
         self.resumed_under = list(content["resumed_under"])
-        if content["versions"] != library_versions():
-            if not accept_versions:
-                raise self._version_error(content)
-            self.resumed_under.append({**content["versions"], "steps": content["step"]})
+        before = content["environment"]
+        has_other_versions = any(before[name] != environment[name] for name in library_versions())
+        if has_other_versions and not accept_versions:
+            raise self._version_error(content)
+        if changes_bits(before, environment):
+            self.resumed_under.append({**before, "steps": content["step"]})
         self._cut_back(content["metrics"]["bytes"], content["step"])
         return content
 
     def _version_error(self, content: dict[str, Any]) -> KairosError:
         """Return the error for the content of a checkpoint that other library versions computed."""
-        before = _list_versions(content["versions"])
-        now = _list_versions(library_versions())
+        now = library_versions()
+        before = {name: content["environment"][name] for name in now}
         return KairosError(
-            f"{self._checkpoint_path(content['step'])}: computed under {before}, but {now} is installed, which "
-            "rounds differently; allowed: the same versions, --accept-versions (recorded in the provenance), "
-            "or --restart"
+            f"{self._checkpoint_path(content['step'])}: computed under {_list_versions(before)}, but "
+            f"{_list_versions(now)} is installed, which rounds differently; allowed: the same versions, "
+            "--accept-versions (recorded in the provenance), or --restart"
         )
 
     def _cut_back(self, metrics_size: int, step: int) -> None:
