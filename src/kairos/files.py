@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -17,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kairos_timesteps.errors import KairosError
+from kairos_timesteps.errors import KairosError, NotFiniteError
 
 # constants of Linux, for renameat2
 _AT_FDCWD = -100  # relative paths start at the working directory
@@ -40,8 +41,30 @@ def sha256_file(path: Path | str) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """Return a value as JSON text with sorted keys and no blanks; raise ValueError for a number that is not finite."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """Return a value as JSON text with sorted keys and no blanks; raise NotFiniteError for NaN or infinity."""
+    _demand_finite_numbers(value, "JSON")
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _demand_finite_numbers(value: Any, what: str, field: str = "") -> None:
+    """Raise NotFiniteError if a number of a nested JSON value is NaN or infinite; the message contains its field.
+
+    Args:
+        value: JSON value.
+        what: the file, for the error message.
+        field: name of the value in the file, such as ``validation.loss``; empty: the whole value.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise NotFiniteError(
+            f"{what}: {field or 'value'} is {value}, which is no result; find its cause: a network that has diverged, "
+            "or damaged data"
+        )
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _demand_finite_numbers(item, what, f"{field}.{name}" if field else str(name))
+    elif isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            _demand_finite_numbers(item, what, f"{field}[{position}]")
 
 
 def sha256_json(value: Any) -> str:
@@ -125,8 +148,9 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Write a JSON file atomically, indented and with sorted keys; numbers that are not finite raise ValueError."""
-    text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False)
+    """Write a JSON file atomically, indented and with sorted keys; raise NotFiniteError for NaN or infinity."""
+    _demand_finite_numbers(value, str(path))
+    text = json.dumps(value, indent=1, sort_keys=True)
     write_text(path, f"{text}\n")
 
 

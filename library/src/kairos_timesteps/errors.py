@@ -40,5 +40,9 @@ def optional_module(module: str, extra: str, user: str) -> Any:
         raise ConfigError(f"{user}: needs {package}; install it, or the extra {extra} of kairos-timesteps") from None
 
 
-class DivergedError(KairosError):
+class NotFiniteError(KairosError):
+    """Values that contain NaN or infinity; a repetition computes them again, so that it cannot help."""
+
+
+class DivergedError(NotFiniteError):
     """A training run whose next step is not finite; a repetition diverges at the same step."""

@@ -9,6 +9,7 @@ import torch
 from kairos.array_shapes import ImageArray
 from kairos.data.pixels import to_uint8
 from kairos.files import check_files, open_record, read_json
+from kairos.finite import demand_finite
 from kairos.quick_imports import without_pipeline_packages
 from kairos.shapes import EncodedImages, Images
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")  # configuration and weights in a folder of diffusers
 KINDS = ("AutoencoderKL", "AutoencoderTiny", "VQModel")
+REMEDY = "use another autoencoder (autoencoder.path), or train it with a lower autoencoder.learning_rate"
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,12 @@ class AutoencoderCodec(Codec):
         model: the autoencoder.
         grey: the images have one channel and the autoencoder three. The channel is repeated before encoding, and the
             three channels are averaged after decoding.
+        source: folder or hub id of the autoencoder, for error messages.
     """
 
     model: "AutoencoderKL | AutoencoderTiny | VQModel"
     grey: bool
+    source: str
 
     @torch.no_grad()
     def encode(self, images: Images) -> tuple[EncodedImages, EncodedImages | None]:
@@ -82,23 +86,33 @@ class AutoencoderCodec(Codec):
 
         Both are on the codec's device, and the images may be on another one. The log-variance is None if the encoder is
         deterministic. The latents are not scaled, see `to_model_space`.
+
+        Raises:
+            NotFiniteError: a mean or log-variance is not finite.
         """
         images = images.to(self.device)
         if self.grey:
             images = images.expand(-1, 3, -1, -1)
         encoded = self.model.encode(images)
         if hasattr(encoded, "latents"):  # AutoencoderTiny, VQModel
-            return encoded.latents, None
-        return encoded.latent_dist.mean, encoded.latent_dist.logvar
+            moments = {"mean": encoded.latents}
+        else:
+            moments = {"mean": encoded.latent_dist.mean, "logvar": encoded.latent_dist.logvar}
+        demand_finite(moments, f"autoencoder {self.source}: latents of {len(images)} images", REMEDY)
+        return moments["mean"], moments.get("logvar")
 
     @torch.no_grad()
     def decode(self, x0: EncodedImages) -> Images:
         """Convert x0 (n, c, h, w), on any device, to latents z, and decode them to images on the codec's device.
 
         The images are (n, C, H, W), and their values may exceed [-1, 1] slightly.
+
+        Raises:
+            NotFiniteError: a pixel is not finite.
         """
         z = x0.to(self.device) / self.manifest["scaling_factor"] + self.manifest["shift_factor"]
         images: Images = self.model.decode(z).sample
+        demand_finite(images, f"autoencoder {self.source}: pixels of {len(images)} decoded images", REMEDY)
         return images.mean(dim=1, keepdim=True) if self.grey else images
 
 
@@ -117,20 +131,20 @@ def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
     if manifest["kind"] == "none":
         return Codec(manifest, torch.device(device))
     check_files(folder, manifest["files"], "make it again with: kairos autoencoder")
-    return make_codec(load_model(folder), manifest, device)
+    return make_codec(load_model(folder), manifest, device, source=str(folder))
 
 
-def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str) -> AutoencoderCodec:
+def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str, source: str) -> AutoencoderCodec:
     """Return a codec with an autoencoder of diffusers, which is moved to the device and frozen.
 
     `model` itself changes: it is in evaluation mode afterwards, and its weights require no gradients. `manifest`
     contains at least ``scaling_factor``, ``shift_factor`` and ``image_shape``. The images of the codec are grey if they
-    have one channel and the model takes three.
+    have one channel and the model takes three. Error messages contain `source`, a folder or hub id.
     """
     model = model.to(device).eval().requires_grad_(False)
     image_channels, _, _ = manifest["image_shape"]
     is_grey = image_channels == 1 and model.config.in_channels == 3
-    return AutoencoderCodec(manifest=manifest, device=torch.device(device), model=model, grey=is_grey)
+    return AutoencoderCodec(manifest=manifest, device=torch.device(device), model=model, grey=is_grey, source=source)
 
 
 def load_model(folder: Path | str) -> Any:
@@ -143,6 +157,7 @@ def load_model(folder: Path | str) -> Any:
         ConfigError: the folder contains another kind of network, or its config.json states no class.
         KairosError: the autoencoder cannot be loaded, for example since the file of weights is missing.
         DamagedError: config.json is not JSON.
+        NotFiniteError: a weight is not finite.
         FileNotFoundError: the folder has no config.json.
     """
     class_name = read_json(Path(folder) / "config.json").get("_class_name")
@@ -155,11 +170,13 @@ def load_model(folder: Path | str) -> Any:
             model_class = getattr(diffusers, class_name)  # imports its module
         diffusers.logging.set_verbosity_error()  # diffusers warns of a field in every AutoencoderTiny that it saved
         # `low_cpu_mem_usage` would need the package accelerate
-        return model_class.from_pretrained(
+        model = model_class.from_pretrained(
             folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise KairosError(f"autoencoder: {folder} cannot be loaded ({' '.join(str(error).split())})") from None
+    demand_finite(model.state_dict(), f"autoencoder {folder}: weights", REMEDY)
+    return model
 
 
 def downsampling(model: Any) -> int:

@@ -264,7 +264,7 @@ def _encode_moments(
     such as ``mean_flipped.npy``. An interrupted computation resumes. ``dtype`` is missing in `identity` for float32.
 
     Raises:
-        KairosError: a latent is too large for the data type on disk.
+        KairosError: a latent is not finite, or too large for the data type on disk.
     """
     factor = identity["low_resolution"]
     dtype = np.dtype(identity.get("dtype", "float32"))
@@ -288,14 +288,13 @@ def _encode_moments(
 def _convert(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return latents with the data type on disk; the array itself if it has this type already.
 
-    Infinite values and NaN are kept.
+    The codec has checked that the values are finite.
 
     Raises:
-        KairosError: a finite value is too large for the data type.
+        KairosError: a value is too large for the data type.
     """
     largest = np.finfo(dtype).max
-    is_too_large = np.isfinite(values) & (np.abs(values) > largest)
-    if is_too_large.any():
+    if (np.abs(values) > largest).any():
         raise KairosError(
             f"autoencoder.dtype: {dtype} holds values up to {largest:g}, and the latents have larger ones; set float32"
         )

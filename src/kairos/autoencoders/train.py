@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
-from kairos.autoencoders.codec import downsampling
+from kairos.autoencoders.codec import REMEDY, downsampling
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.files import atomic, sha256_json
 from kairos.fingerprint import fingerprint
+from kairos.finite import demand_finite
 from kairos.progress import ProgressBar, log
 from kairos.quick_imports import without_pipeline_packages
 from kairos.shapes import Images
+from kairos_timesteps.errors import DivergedError, KairosError
 from kairos_timesteps.optimizers import Adam
 from kairos_timesteps.randomness import Stream, derived_seed
 
@@ -29,6 +31,7 @@ _CHECKPOINT_EVERY = 200  # steps
 _WARM_UP_STEPS = 20
 _BETAS = (0.9, 0.99)  # decay rates of Adam's averages
 _MAX_GRADIENT_NORM = 1.0
+_REMEDY = "training stopped, and the last checkpoint is kept. Try a lower autoencoder.learning_rate"
 
 
 def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> AutoencoderKL:
@@ -85,6 +88,7 @@ def train(
 
     Raises:
         ConfigError: the sides of the images cannot be halved at every level except the last.
+        NotFiniteError: the loss or the gradient of a step, or the trained weights, are not finite.
     """
     # model and optimizer, with their state in the checkpoint if it is of this training run
     model = build_model(config, dataset.shape).to(device).train()
@@ -124,10 +128,15 @@ def train(
         # update, progress and checkpoint
         optimizer.zero_grad(set_to_none=True)
         (mse + config.kl_weight * kl).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
+        gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
+        measured = torch.stack([mse, kl, gradient_norm]).tolist()  # synchronises once
+        if not all(map(math.isfinite, measured)):
+            facts = "mse {}, kl {}, gradient norm {}".format(*measured)
+            raise DivergedError(f"autoencoder: step {step + 1}: {facts}: not finite; {_REMEDY}")
         optimizer.step()
-        progress.advance(facts=f"mse {mse.item():.5f}, kl {kl.item():.3f}")
+        progress.advance(facts="mse {:.5f}, kl {:.3f}".format(*measured[:2]))
         if (step + 1) % _CHECKPOINT_EVERY == 0 or step + 1 == config.steps:
+            demand_finite(model.state_dict(), f"autoencoder: step {step + 1}: weights", _REMEDY)
             _save_checkpoint(state, identity, step + 1, model, optimizer)
     progress.close()
     return model.eval()
@@ -203,12 +212,18 @@ def latent_statistics(
         dataset: the prepared data set.
         batch_size: images per step.
         device: device of the model; the caller has moved the model there.
+
+    Raises:
+        NotFiniteError: the encoder returns values that are not finite.
+        KairosError: all latents are equal up to rounding.
     """
     total = total_square = count = 0.0
     with torch.no_grad():
         for start in range(0, len(dataset.train), batch_size):
             images = dataset.load_tensor(dataset.train[start : start + batch_size]).to(device)
             posterior = model.encode(images).latent_dist
+            moments = {"mean": posterior.mean, "variance": posterior.var}
+            demand_finite(moments, f"autoencoder: latents of {len(images)} training images", REMEDY)
             mean = posterior.mean.double()
             expected_square = mean**2 + posterior.var.double()
             total += float(mean.sum())
@@ -216,4 +231,10 @@ def latent_statistics(
             count += mean.numel()
     # the overall variance is the mean of the expected squares minus the square of the overall mean
     overall_mean = total / count
-    return overall_mean, math.sqrt(total_square / count - overall_mean**2)
+    variance = total_square / count - overall_mean**2
+    if variance <= 0:
+        raise KairosError(
+            f"autoencoder: all latents are {overall_mean:.4g} up to rounding, so that they contain no image. Try a "
+            "lower autoencoder.learning_rate or autoencoder.kl_weight, or more autoencoder.steps"
+        )
+    return overall_mean, math.sqrt(variance)

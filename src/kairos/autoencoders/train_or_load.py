@@ -50,6 +50,7 @@ def make_autoencoder(
     Raises:
         ConfigError: the autoencoder does not fit the images, or its path cannot be used.
         KairosError: a pretrained autoencoder cannot be downloaded or loaded.
+        NotFiniteError: weights, latents or decoded pixels of the autoencoder are not finite, or its training diverges.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "manifest.json").unlink(missing_ok=True)
@@ -74,7 +75,9 @@ def make_autoencoder(
         manifest["class"] = type(model).__name__
         manifest["scaling_factor"] = float(model.config.scaling_factor)
         manifest["shift_factor"] = float(model.config.get("shift_factor") or 0.0)
-        manifest |= _measure_and_save(make_codec(model, manifest, device), dataset, out, config.encode_batch_size)
+        _check_factors(manifest, config)
+        codec = make_codec(model, manifest, device, source=config.path or str(out))
+        manifest |= _measure_and_save(codec, dataset, out, config.encode_batch_size)
     write_json(out / "manifest.json", manifest)
     (out / _STATE).unlink(missing_ok=True)
     return manifest
@@ -126,6 +129,20 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
     elif has_wrong_default:
         model.register_to_config(scaling_factor=1.0)
     return model
+
+
+def _check_factors(manifest: dict[str, Any], config: AutoencoderConfig) -> None:
+    """Check that scaling and shift factor in a manifest can convert latents to x0 and back.
+
+    Raises:
+        ConfigError: a factor is not finite, or the scaling factor is 0.
+    """
+    scaling, shift = manifest["scaling_factor"], manifest["shift_factor"]
+    if not (math.isfinite(scaling) and scaling != 0 and math.isfinite(shift)):
+        raise ConfigError(
+            f"autoencoder.path: config.json of {config.path!r} has scaling_factor {scaling} and shift_factor {shift}, "
+            "allowed: finite numbers, and a scaling other than 0; set autoencoder.scaling, or correct the file"
+        )
 
 
 def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int, Integer
 from kairos.array_shapes import IntegerArray
 from kairos.data.arrays import ArrayFile, open_array
 from kairos.files import open_record
+from kairos.finite import demand_finite
 from kairos.progress import log
 from kairos_timesteps.errors import ConfigError, KairosError
 
@@ -277,6 +278,7 @@ def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCa
     Raises:
         KairosError: the folder is missing, not complete, or belongs to another data set.
         DamagedError: the manifest is damaged, or an array file ends early or is not an array.
+        NotFiniteError: the state of the empty caption is not finite.
     """
     command = f"text --config F --dataset {dataset.folder} --out {folder}"
     manifest = open_record(folder, command)
@@ -286,4 +288,6 @@ def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCa
         )
     states = open_array(folder / "states.npy", command)
     empty = open_array(folder / "empty.npy", command)
+    remedy = f"make it with: kairos {command}"
+    demand_finite(empty[0], f"{folder}/empty.npy: state of the empty caption", remedy)
     return EncodedCaptions(manifest, states, empty=empty[0])  # the file has one row

@@ -19,10 +19,12 @@ from kairos.data.captions import EncodedCaptions, open_encoded_captions
 from kairos.data.dataset import HeldoutIndices, PreparedDataset, TrainIndices, open_dataset
 from kairos.data.pixels import reduce_resolution, to_float
 from kairos.files import open_record
+from kairos.finite import demand_finite
 from kairos.shapes import Images, Rows
 from kairos_timesteps.errors import KairosError
 
 _MOST_MEASURED = 2000  # images that `Latents.measure_sigma_data` reads
+_REMEDY = "make the latents and the data set again from intact sources"
 _SMALL_BYTES = 16 * 2**20  # largest array that `Latents.with_small_arrays_in_memory` loads
 
 Moments = Float[np.ndarray, "images channels height width"]
@@ -120,6 +122,7 @@ class Latents:
 
         Raises:
             KairosError: `flips` selects images, but flipped images were not encoded.
+            NotFiniteError: a moment is not finite.
         """
         indices = np.asarray(indices)
         flips = np.zeros(len(indices), bool) if flips is None else np.asarray(flips)
@@ -137,6 +140,7 @@ class Latents:
             moment[~flips] = self.moments[name][indices[~flips]]
             if flips.any():
                 moment[flips] = self.moments[f"{name}_flipped"][indices[flips]]
+            demand_finite(moment, f"latents of {self.dataset.folder}: {name} of {len(indices)} images", _REMEDY)
             rows[name] = torch.from_numpy(moment)
         return rows
 
@@ -210,6 +214,9 @@ class Latents:
 
         Conditions of kind ``image`` are flipped with the images. ``text`` is included if captions were encoded. See
         `load_conditions` for the arguments and tensors.
+
+        Raises:
+            NotFiniteError: a value is not finite.
         """
         indices = np.asarray(indices)
         conditions = {}
@@ -222,6 +229,9 @@ class Latents:
             caption_indices = self.dataset.captions.caption_indices(indices, caption_numbers)
             states = self.text.states[caption_indices].astype(np.float32, copy=False)
             conditions["text"] = torch.from_numpy(states)
+        for name, condition in conditions.items():
+            what = f"{self.dataset.folder}: condition {name} of {len(indices)} images"
+            demand_finite(condition.numpy(), what, _REMEDY)
         return conditions
 
     def measure_sigma_data(self) -> float:

@@ -42,6 +42,7 @@ from kairos.data.values import (
     measure_values,
 )
 from kairos.files import lock_folder, sha256_file, sha256_json, sync_to_disk, write_json
+from kairos.finite import demand_finite
 from kairos.progress import ProgressBar, log
 from kairos.threads import count_job_threads, map_in_order
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -335,6 +336,7 @@ def _collect_arrays(config: DatasetConfig, source: Source, decoded: _DecodedImag
         names = np.array([os.fsencode(source.name(index)) for index in indices])
         arrays |= {"numbers": decoded.indices, "checksums": decoded.checksums, "names": names}
     for name, (_description, values) in source.conditions.items():
+        demand_finite(values, f"condition {name} of the data set", "correct the source of the condition")
         arrays[f"conditions/{name}"] = values[decoded.indices]
     if source.captions is not None:
         arrays |= captioning.pack_captions([source.captions[index] for index in indices])

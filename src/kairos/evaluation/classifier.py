@@ -20,6 +20,7 @@ from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.settings import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import atomic, sha256_file
+from kairos.finite import demand_finite
 from kairos.progress import ProgressBar, log
 from kairos.shapes import Features, Integers, Logits, Pixels
 from kairos_timesteps.errors import KairosError
@@ -136,6 +137,8 @@ def train_on_task(
         torch.manual_seed(derived_seed(options.seed, f"{kind} weights"))
         model = Classifier(shape, classes, options.channels, options.features)
     _optimize(kind, model, options, dataset, task)
+    what = f"evaluation.extractor: {name}: weights after {options.steps} steps"
+    demand_finite(model.state_dict(), what, "its training diverged: lower evaluation.extractor.learning_rate")
     accuracy = _heldout_accuracy(model, dataset, task)
     if accuracy is not None:
         log(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images classified correctly")

@@ -13,6 +13,7 @@ from kairos.array_shapes import ImageArray
 from kairos.evaluation.measurements import ImageStatistics
 from kairos.evaluation.settings import ClipOptions
 from kairos.files import read_json
+from kairos.finite import demand_finite
 from kairos.shapes import PerSample
 from kairos.text_encoders.encoder import load_pretrained, network_folder
 from kairos.text_encoders.settings import FILES, PREPROCESSOR
@@ -32,6 +33,7 @@ def clip(options: ClipOptions, statistics: ImageStatistics, comparison: Any) -> 
         return {}
     network = _load_network(options.path, statistics.device)
     cosines = [compute_cosines(network, images, texts) for images, texts in statistics.captioned]
+    demand_finite(torch.cat(cosines), f"{FIELD}: {options.path}: cosines", "use another CLIP, or download it again")
     return {"clip_score": 100 * float(torch.cat(cosines).double().mean())}
 
 

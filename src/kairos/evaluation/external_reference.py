@@ -10,6 +10,7 @@ import numpy as np
 
 from kairos.array_shapes import LayerGaussian
 from kairos.evaluation.settings import GAUSSIAN_MEASUREMENTS
+from kairos.finite import demand_finite
 from kairos_timesteps.errors import KairosError
 
 _IMAGE_ARRAYS = {"images", "arr_0"}  # names of arrays that contain images
@@ -31,6 +32,7 @@ def read_moments(path: Path, width: int | None, needs: set[str], where: str) -> 
 
     Raises:
         KairosError: the file is not an npz, has features of another width, or lacks a measurement and images.
+        NotFiniteError: a mean or a covariance is not finite.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -47,6 +49,10 @@ def read_moments(path: Path, width: int | None, needs: set[str], where: str) -> 
         raise KairosError(f"{where}: {path}: does not fit into memory ({error})") from None
     except Exception as error:  # numpy, zipfile and zlib raise many kinds for a damaged file
         raise KairosError(f"{where}: {path}: cannot be read as npz ({error})") from None
+    for name, (mean, covariance) in moments.items():
+        mean_name, covariance_name = GAUSSIAN_MEASUREMENTS[name].arrays
+        arrays = {mean_name: mean, covariance_name: covariance}
+        demand_finite(arrays, f"{where}: {path}", "download the file again, or pass the images themselves")
     if "moments" in moments and width is not None:
         shape = moments["moments"][1].shape
         if shape != (width, width):

@@ -18,9 +18,11 @@ from kairos.array_shapes import ImageArray
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.settings import EXTRACTORS, ExtractorOptions
 from kairos.files import check_files, open_record, write_json
+from kairos.finite import demand_finite
 from kairos.shapes import LayerFeatures
 from kairos_timesteps.errors import KairosError
 
+_REMEDY = "use other weights of the extractor or another evaluation.extractor, and evaluation.precision fp32"
 # manifest fields of published extractors, which take images of any size; extractors that kairos trains replace them
 _FIELDS_OF_PUBLISHED = {"accuracy": None, "shape": None, "dataset_sha256": None}
 
@@ -68,6 +70,7 @@ class Extractor:
 
         Raises:
             KairosError: the extractor takes images of another size.
+            NotFiniteError: a value of a layer is not finite.
         """
         shape = self.manifest["shape"]
         if shape is not None and list(images.shape[1:]) != shape:
@@ -79,7 +82,9 @@ class Extractor:
         pixels = torch.from_numpy(np.array(images.transpose(0, 3, 1, 2), order="C"))
         with compute.precision(self.precision, self.device), torch.inference_mode():
             outputs = self.module(pixels.to(self.device))
-        return {name: values.float().flatten(1).cpu() for name, values in zip(self.layers, outputs)}
+        layers = {name: values.float().flatten(1).cpu() for name, values in zip(self.layers, outputs)}
+        demand_finite(layers, f"evaluation.extractor: {self.name}: layers of {len(images)} images", _REMEDY)
+        return layers
 
 
 def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from kairos.evaluation.settings import (
     needs_of,
 )
 from kairos.files import atomic, sha256_bytes, sha256_json
+from kairos.finite import demand_finite
 from kairos.progress import log
 from kairos_timesteps.errors import KairosError
 
@@ -118,11 +119,18 @@ class Comparison:
         """Return the columns of all metrics for one set of images, except those that evaluate a snapshot's network.
 
         A metric without its captions or pairs has no columns.
+
+        Raises:
+            NotFiniteError: a value of a metric is not finite.
         """
         columns: dict[str, float] = {}
         for metric in self.metrics:
             if "milestone" not in metric.needs:
-                columns |= metric.build(statistics, self)
+                values = metric.build(statistics, self)
+                columns |= values
+                arrays = {column: np.array(value) for column, value in values.items()}
+                remedy = "leave it out of evaluation.metrics, or set another evaluation.extractor"
+                demand_finite(arrays, f"metric {metric.name}", remedy)
         return columns
 
 

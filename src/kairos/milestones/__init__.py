@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kairos.diffusion import DiffusionConfig
 from kairos.files import atomic_folder, check_files, hash_folder, open_record, sha256_json, write_json, write_text
+from kairos.finite import demand_finite
 from kairos.forward_process import build_process, output_channels
 from kairos.section import check
 from kairos.strategy_file import strategy_csv
@@ -94,14 +95,16 @@ def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, 
     Raises:
         KairosError: the folder contains no snapshot, or its weights have other names or shapes.
         DamagedError: the record is damaged, or a file is missing or has changed.
+        NotFiniteError: a weight is not finite.
     """
     from safetensors.torch import load_file
 
-    from kairos.models import WEIGHTS
+    from kairos.models import DIVERGED_REMEDY, WEIGHTS
     from kairos.models.backbone import describe_mismatch
 
     check_milestone(folder)
     loaded = load_file(folder / "ema" / WEIGHTS)
+    demand_finite(loaded, f"training.start_from: {folder / 'ema' / WEIGHTS}: weights", DIVERGED_REMEDY)
     problem = describe_mismatch(weights, loaded)  # empty if they fit
     if problem:
         raise KairosError(f"training.start_from: the weights in {folder} do not fit the model; {problem}")

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kairos.files import write_json, write_weights
+from kairos.finite import demand_finite
 from kairos.models.settings import BackboneOptions
 from kairos_timesteps.errors import ConfigError, KairosError
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+DIVERGED_REMEDY = "the training run diverged, or the imported file is damaged: train or import other weights"
 
 
 def build(
@@ -95,11 +97,14 @@ def load(
         KairosError: the folder contains no weights; further cases: see `build`.
         RuntimeError: the weights have other names or shapes than the backbone.
         SafetensorError: the file of weights is damaged.
+        NotFiniteError: a weight is not finite.
     """
     from safetensors.torch import load_file
 
     if not (folder / WEIGHTS).is_file():
         raise KairosError(f"{folder}: no {WEIGHTS}; not a model folder")
     module = build(model, shape, conditions, outputs)
-    module.load_weights(load_file(folder / WEIGHTS))
+    weights = load_file(folder / WEIGHTS)
+    demand_finite(weights, f"{folder / WEIGHTS}: weights", DIVERGED_REMEDY)
+    module.load_weights(weights)
     return module.eval()

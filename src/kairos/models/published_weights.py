@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kairos.finite import demand_finite
 from kairos_timesteps.errors import KairosError
 
 Weights = dict[str, Tensor]
@@ -20,6 +21,7 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
     (LDM).
 
     Raises:
+        NotFiniteError: a weight is not finite.
         KairosError: the file is missing or damaged, contains more than tensors and numbers, or contains no weights.
             Also if the averaged or the raw weights are present without a tensor.
     """
@@ -29,6 +31,8 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
     if not present or not all(present):  # no state dict, or one without tensors
         keys = ", ".join(map(str, list(content)[:8])) or "none"
         raise KairosError(f"{path}: contains no weights; its keys: {keys}")
+    for weights in present:
+        demand_finite(weights, f"{path}: weights", "download or export the file again")
     return present[0], present[-1]  # the only one twice, if there is no average or no raw weights
 
 

@@ -14,6 +14,7 @@ from kairos.data.image_grid import write_image_grid
 from kairos.data.pixels import to_uint8
 from kairos.diffusion import DiffusionConfig
 from kairos.files import open_record
+from kairos.finite import demand_finite
 from kairos.progress import ProgressBar, log
 from kairos.sampling.conditions import ImageConditions, load_conditions
 from kairos.sampling.generate import (
@@ -29,6 +30,11 @@ from kairos.sampling.time_grids import build_time_grid
 from kairos.section import check
 from kairos.shards import Shard
 from kairos_timesteps.errors import ConfigError, KairosError
+
+_REMEDY = (
+    "the network or the solver diverged: set sampling.precision to fp32, use more sampling.steps, another "
+    "sampling.scheduler or less sampling.guidance_scale, or train again with a lower training.optimizer.lr"
+)
 
 
 @dataclass(frozen=True)
@@ -165,6 +171,7 @@ class _SnapshotSampler:
 
         Raises:
             KairosError: the snapshot or the autoencoder is missing or damaged, or they do not belong together.
+            NotFiniteError: weights, sampled images or decoded pixels are not finite.
         """
         from kairos.milestones import open_milestone
 
@@ -189,6 +196,7 @@ class _SnapshotSampler:
                 noise = make_noise_source(self.seed, indices, shape, device)
                 # `solver` holds options; `build` runs the solver over all steps of the grid
                 x0 = solver.build(process, grid, predict_x0, noise)  # (batch, c, h, w)
+                demand_finite(x0, f"{self.milestone}: {len(x0)} sampled images", _REMEDY)
                 images = to_uint8(codec.decode(x0.float()))[:kept_count]
             yield images
             progress.advance(kept_count)

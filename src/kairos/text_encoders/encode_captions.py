@@ -17,12 +17,14 @@ from kairos.data.dataset import PreparedDataset
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
 from kairos.files import lock_folder, sha256_file, sha256_json, sync_to_disk
 from kairos.fingerprint import fingerprint
+from kairos.finite import demand_finite
 from kairos.progress import log
 from kairos.text_encoders.encoder import TextEncoder, load_encoder
 from kairos.text_encoders.settings import TextEncoderConfig
 from kairos_timesteps.errors import KairosError
 
 _TOKENIZED_AT_ONCE = 4096  # texts
+_REMEDY = "use another text encoder, or download its weights again"
 
 
 def encode_captions(
@@ -46,6 +48,7 @@ def encode_captions(
     Raises:
         KairosError: the data set has no captions, the encoder cannot be loaded, a caption is too long and
             `text_encoder.too_long` is ``refuse``, or another process is writing the folder.
+        NotFiniteError: a state is not finite, or too large for `text_encoder.dtype`.
     """
     if dataset.captions is None:
         raise KairosError(f"{dataset.folder}: has no captions; set dataset.captions and make it again: kairos prepare")
@@ -54,6 +57,7 @@ def encode_captions(
     captions = dataset.captions
     longest, truncated_count = _check_lengths(captions, encoder, config.too_long)
     empty_states = encoder([""]).numpy()  # states of the empty caption, (1, *shape)
+    demand_finite(empty_states, f"text_encoder.path: {config.path}: state of the empty caption", _REMEDY)
     shape = empty_states.shape[1:]
     dtype = np.dtype(config.dtype)
 
@@ -72,7 +76,12 @@ def encode_captions(
         partial = prepare_folder(out, ("states.npy", "empty.npy"))
 
         def compute(indices: IntegerArray) -> dict[str, RowArray]:
-            return {"states": encoder(captions.texts(indices)).numpy().astype(dtype)}
+            states = encoder(captions.texts(indices)).numpy()
+            demand_finite(states, f"text_encoder.path: {config.path}: states of {len(indices)} captions", _REMEDY)
+            with np.errstate(over="ignore"):  # the next line reports it
+                converted = states.astype(dtype)
+            demand_finite(converted, f"text_encoder.dtype: states of {len(indices)} captions as {dtype}", "set float32")
+            return {"states": converted}
 
         files = fill_arrays(
             partial,

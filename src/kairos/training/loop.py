@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from kairos import ranks
 from kairos.data.batches import Batch
+from kairos.finite import demand_finite
 from kairos.losses.terms import Prediction, SampleCoordinates
 from kairos.shapes import Images, Output, PerSample, Rows, Scalar, Times
 from kairos.training.lengths import log_interval
@@ -28,6 +29,9 @@ from kairos_timesteps.errors import DivergedError
 from kairos_timesteps.randomness import Stream, derived_seed
 
 Summand = Float[Tensor, "*shape"]
+DIVERGENCE_REMEDY = (
+    "training stopped, and the last checkpoint is kept. Try a lower training.optimizer.lr, warm-up, or precision fp32"
+)
 
 
 def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | None]:
@@ -45,6 +49,7 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
         DivergedError: the loss or the gradient of a step is not finite. A CPU checks the gradient of every step before
             its weights change, and the loss of steps that log. A GPU checks steps that log, so earlier steps may
             already have changed the weights.
+        NotFiniteError: the images of such a step are not finite.
     """
     interval = log_interval(training.settings.log_every, training.device.type)
     for batch in training.batches.steps(training.step, end):
@@ -68,6 +73,7 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
         metrics = _compute_metrics(training, draw, result, gradient_norm) if logs else None
         checks_now = logs or training.device.type == "cpu"
         if checks_now and not training.is_finite():
+            demand_finite(batch.x0, f"step {step + 1}: latents or pixels of its images", "make the latents again")
             raise divergence_error(step, metrics)
 
         # update the weights; samplers that learn evaluate the network before and after the update
@@ -357,6 +363,6 @@ def divergence_error(step: int, metrics: dict[str, Any] | None = None) -> Diverg
     if metrics is not None:
         values = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
     return DivergedError(
-        f"step {step + 1}: {values}: not finite, in this step or in a step since the last logged one; training "
-        "stopped, and the last checkpoint is kept. Try a lower training.optimizer.lr, warm-up, or precision fp32"
+        f"step {step + 1}: {values}: not finite, in this step or in a step since the last logged one; "
+        f"{DIVERGENCE_REMEDY}"
     )

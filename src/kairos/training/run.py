@@ -19,6 +19,7 @@ import torch
 from kairos import compute, ranks
 from kairos.data.latents import open_latents
 from kairos.files import read_entries, set_missing_filename
+from kairos.finite import demand_finite
 from kairos.forward_process import scheduler_config
 from kairos.milestones import write_milestone
 from kairos.progress import ProgressBar, duration, log
@@ -26,7 +27,7 @@ from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
 from kairos.training.identity import code_roots, compute_identity
 from kairos.training.job import CollectiveStop, ProgressFile, StoppedEarly, StopRequest
-from kairos.training.loop import divergence_error, train_steps
+from kairos.training.loop import DIVERGENCE_REMEDY, divergence_error, train_steps
 from kairos.training.memory import explain_out_of_memory
 from kairos.training.provenance import build_provenance, describe_clock, describe_environment
 from kairos.training.run_folder import RunFolder, lock_run_folder
@@ -34,7 +35,7 @@ from kairos.training.settings import RunSettings, TrainingConfig
 from kairos.training.state import TrainingState
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned
-from kairos_timesteps.errors import DivergedError
+from kairos_timesteps.errors import NotFiniteError
 
 
 def import_components(run: RunSettings) -> None:
@@ -81,7 +82,7 @@ def train(
     Raises:
         KairosError: another process trains in `out`; data or device are missing; device memory is too small. Or the
             saved state has other library versions.
-        DivergedError: a loss or gradient is not finite.
+        NotFiniteError: a loss, a gradient, the weights or the latents are not finite.
         StoppedEarly: a stop was requested; the completed steps are saved.
     """
     label = f"train {run.method_name} seed {run.seed}"
@@ -166,8 +167,9 @@ def _set_up_process(
 
     Rank 0 alone holds the run's lock during the block, and nothing is recorded if it cannot take the lock. The recorded
     state is ``complete``, ``stopped`` after StoppedEarly, or ``failed`` after any other error; errors are raised again.
-    Rank 0 records ``complete`` and ``stopped``, and the rank that fails first records ``failed``. After a DivergedError
-    ``again`` is False, since another attempt would diverge too. Ranks leave the process group only without an error.
+    Rank 0 records ``complete`` and ``stopped``, and the rank that fails first records ``failed``. After a
+    NotFiniteError ``again`` is False, since another attempt would fail too. Ranks leave the process group only without
+    an error.
 
     Args:
         settings: section `training` of the experiment.
@@ -203,7 +205,7 @@ def _set_up_process(
         except BaseException as error:
             # the other ranks fail as a consequence; only the first failure is recorded
             if launch.is_first_failure(error):
-                retry_may_help = not isinstance(error, DivergedError)
+                retry_may_help = not isinstance(error, NotFiniteError)
                 message = str(error) or type(error).__name__  # a KeyboardInterrupt, for example, has no text
                 progress.write_end("failed", message, again=retry_may_help)
             raise
@@ -262,7 +264,7 @@ class TrainingJob:
 
         Raises:
             StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
-            DivergedError: a loss or gradient is not finite.
+            NotFiniteError: a loss, a gradient, the weights or the latents are not finite.
             KairosError: other library versions computed the checkpoint, or device memory is too small.
         """
         training = self.training
@@ -340,6 +342,7 @@ class TrainingJob:
 
         Raises:
             KairosError: other library versions computed the checkpoint, and `accept_versions` is False.
+            NotFiniteError: the weights in the checkpoint are not finite.
         """
         training, run_folder = self.training, self.run_folder
         # rank 0 selects and reads the checkpoint; the other ranks get its step and read it themselves
@@ -350,6 +353,9 @@ class TrainingJob:
         if checkpoint_step is not None:
             if checkpoint is None:  # on other ranks than 0
                 checkpoint = run_folder.read_checkpoint(checkpoint_step, training.device)
+            for name in ("model", "ema"):
+                what = f"{run_folder.state}: checkpoint of step {checkpoint_step}: {name}"
+                demand_finite(checkpoint[name], what, "start over with kairos train --restart")
             training.load_state_dict(checkpoint, checkpoint_step)
             if self.is_first:
                 log(f"{self.label}: resumes from step {training.step}")
@@ -361,12 +367,15 @@ class TrainingJob:
         A line with the times is appended to timing.jsonl, and `longest_save` is updated. Every rank must call this.
 
         Raises:
-            DivergedError: a loss or gradient was not finite; the earlier checkpoints are kept.
+            NotFiniteError: a loss, a gradient or the weights are not finite; the earlier checkpoints are kept.
         """
         begun = time.monotonic()
         step = self.training.step
         if not self.training.is_finite():
             raise divergence_error(step - 1)  # steps count from 0 there
+        # a finite gradient times a large learning rate overflows too
+        demand_finite(self.training.model.state_dict(), f"step {step}: weights", DIVERGENCE_REMEDY)
+        demand_finite(self.training.average.weights, f"step {step}: averaged weights", DIVERGENCE_REMEDY)
         if with_snapshot:
             self._write_snapshot()
         if self.is_first:
