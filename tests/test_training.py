@@ -526,6 +526,8 @@ def test_portable_kernels_promise_equal_bits_on_all_cpus(monkeypatch):
         environments.append(describe_environment(training, torch.device("cpu")))
     assert environments[0] == environments[1] and "AVX2" in environments[0]["device"]
     assert not changes_bits(*environments)
+    for change in ({"processes": 2}, {"device": "NVIDIA H100"}, {"numpy": "2.0.0"}):
+        assert changes_bits(environments[0], environments[0] | change)
 
 
 def test_a_file_that_is_not_a_checkpoint_is_rejected():

@@ -14,11 +14,11 @@ from kairos.training.settings import TrainingConfig
 from kairos_timesteps import distributed
 
 # facts of an environment that decide the last digits; the number of threads is part of the identity
-_ROUNDING = ("torch", "diffusers", "machine", "device", "processes")
+_ROUNDING = ("torch", "diffusers", "numpy", "machine", "device", "processes")
 
 
 def library_versions() -> dict[str, str | None]:
-    """Return the versions of torch and diffusers, which decide the last digits; None if diffusers is not installed."""
+    """Return the versions with which a checkpoint resumes unasked: torch, and diffusers or None if it is missing."""
     return {"torch": str(torch.__version__), "diffusers": package_version("diffusers")}
 
 
@@ -118,5 +118,5 @@ def _describe_rounding(environment: dict[str, Any]) -> str:
     """Return the facts of an environment that decide the last digits, as text."""
     threads = f"{environment['threads']} thread" + ("s" if environment["threads"] != 1 else "")
     processes = f"{environment['processes']} process" + ("es" if environment["processes"] != 1 else "")
-    versions = ", ".join(f"{name} {environment[name]}" for name in library_versions())
+    versions = ", ".join(f"{name} {environment[name]}" for name in (*library_versions(), "numpy"))
     return f"{environment['device']}, {versions}, {threads}, {processes}"
