@@ -80,9 +80,9 @@ def _write_index(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    """Print the table of a comparison or write it to ``--out``; print warnings and notes on standard error.
+    """Print the table of a comparison with its warnings, or write both to ``--out``; print notes on standard error.
 
-    Warnings come before the table, notes after it.
+    Warnings come before the table. They are also printed on standard error, unless standard output shows them as lines.
 
     Raises:
         ConfigError: the baseline is not among the methods, or not all methods have the metric.
@@ -92,17 +92,21 @@ def _compare(arguments: argparse.Namespace) -> None:
     from kairos.report.compare import (
         build_comparison_table,
         comparison_notes,
-        find_ranking_warnings,
-        format_table,
+        format_comparison,
         join_experiments,
+        label_warnings,
+        list_comparison_warnings,
     )
 
     experiments = _collect_experiments(arguments.paths)
     measurements = join_experiments(experiments, arguments.baseline, arguments.metric)
     table = build_comparison_table(measurements)
-    text = format_table(table, arguments.format or "table")
-    for warning in find_ranking_warnings(experiments, arguments.metric):
-        print(f"warning: {warning}\n", file=sys.stderr, flush=True)
+    warnings = list_comparison_warnings(experiments, arguments.metric)
+    form = arguments.format or "table"
+    text = format_comparison(table, warnings, form)
+    if arguments.out or form in ("csv", "json"):
+        for line in label_warnings(warnings):
+            print(f"warning: {line}\n", file=sys.stderr, flush=True)
     if arguments.out:
         write_text(arguments.out, text)
     else:
