@@ -104,12 +104,12 @@ def _compare(arguments: argparse.Namespace) -> None:
     warnings = list_comparison_warnings(experiments, arguments.metric)
     form = arguments.format or "table"
     text = format_comparison(table, warnings, form)
+    if arguments.out:
+        write_text(arguments.out, text)
     if arguments.out or form in ("csv", "json"):
         for line in label_warnings(warnings):
             print(f"warning: {line}\n", file=sys.stderr, flush=True)
-    if arguments.out:
-        write_text(arguments.out, text)
-    else:
+    if not arguments.out:
         print(text, end="", flush=True)
     seed_count = int(table["seeds"].iloc[0])  # equal in all rows
     for note in comparison_notes(experiments, measurements, seed_count):

@@ -141,9 +141,7 @@ class BalancedImages:
         numbers = repeated - (self.repetition_ends - self.repetitions)[classes]  # of a repetition within its class
         indices = np.empty_like(positions)
         indices[~is_repetition] = self.images[positions[~is_repetition]]
-        indices[is_repetition] = self.images_by_class[
-            self.class_starts[classes] + numbers % self.class_counts[classes]
-        ]
+        indices[is_repetition] = self.images_by_class[self.class_starts[classes] + numbers % self.class_counts[classes]]
         return indices
 
 

@@ -23,7 +23,13 @@ from kairos.shapes import LayerFeatures
 from kairos_timesteps.errors import KairosError
 
 # manifest fields of published extractors, which take images of any size; extractors that kairos trains replace them
-_FIELDS_OF_PUBLISHED = {"accuracy": None, "check": None, "warnings": [], "shape": None, "dataset_sha256": None}
+_FIELDS_OF_PUBLISHED: dict[str, Any] = {
+    "accuracy": None,
+    "check": None,
+    "warnings": [],
+    "shape": None,
+    "dataset_sha256": None,
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,8 @@ def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None
 def _fill_folder(extractor: ExtractorOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
     """Fill an extractor's folder, except for the manifest, and return the manifest; see `build_extractor`."""
     manifest = {"kind": extractor.name, "options": extractor.plain(), **_FIELDS_OF_PUBLISHED}
-    return manifest | extractor.build(dataset, folder)
+    manifest.update(extractor.build(dataset, folder))
+    return manifest
 
 
 def describe_replacement(manifest: dict[str, Any]) -> list[str]:

@@ -8,8 +8,12 @@ Two numbers are checked:
   It is 1 if all features vary in one direction. Roy and Vetterli 2007, "The effective rank: a measure of effective
   dimensionality", define it with singular values.
 
-The limits are from 113 networks trained on CIFAR-10, Fashion-MNIST and digits, on even classes and on classes of 53, 24
-and 23 % or 90, 5 and 5 % of the images. `benchmarks/README.md` has the table.
+The limits are from 123 networks trained on CIFAR-10, Fashion-MNIST and digits with 0 to 600 steps. Classes were even,
+or had 53, 24 and 23 % or 90, 5 and 5 % of the images. Skill is the part of the way from chance to a perfect balanced
+accuracy. Networks that always predicted one class had effective ranks from 1.04 on, so low ranks alone do not find
+them. Networks with at most 10 steps on ten classes of photographs had a skill of at most 0.08, with 20 steps 0.12 or
+more. The lowest effective rank of a network that had learned its task well was 1.18 (rotations of digits, accuracy
+0.74).
 """
 
 import math

@@ -88,8 +88,9 @@ def build_reference(
     """Write statistics.npz and reference.json of stage `reference` into `out`; return the content of reference.json.
 
     It contains the reference rows, settings, hashes and warnings: the reasons why the distance cannot rank methods, a
-    replaced extractor, and few images. The statistics of the real images are also stored in the cache, see `metrics.load_or_compute`. The temporary copy of the data set's images is deleted. Messages report
-    the rows and warnings. Marks the end of start-up, see `resource_usage.end_startup`.
+    replaced extractor, and few images. The statistics of the real images are also stored in the cache, see
+    `metrics.load_or_compute`. The temporary copy of the data set's images is deleted. Messages report the rows and
+    warnings. Marks the end of start-up, see `resource_usage.end_startup`.
 
     Args:
         evaluation: section `evaluation`.

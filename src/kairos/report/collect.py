@@ -163,7 +163,7 @@ class MethodMeasurements:
     def reasons_not_to_rank(self) -> tuple[str, ...]:
         """Reasons why the metric cannot rank these methods, as sentences; empty if it can.
 
-        They are the faults of the instrument. If there are none, the reason may be that no method ends below a Gaussian.
+        They are the faults of the instrument. Without faults, the reason may be that no method ends below a Gaussian.
         """
         if self.instrument_faults or not self.gaussian_warning:
             return self.instrument_faults

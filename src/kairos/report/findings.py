@@ -204,7 +204,8 @@ def find_warnings(results: Results, measurements: MethodMeasurements | None = No
     """
     if measurements is None:
         measurements = results.measurements
-    for warning in results.reference.get("warnings", []):
+    stored_warnings = [*find_instrument_faults(results.reference), *results.reference.get("warnings", [])]
+    for warning in dict.fromkeys(stored_warnings):  # each once
         if warning not in measurements.instrument_faults:
             yield warning
     unmoved_warnings = list(_find_unmoved_samplers(results))
@@ -254,7 +255,7 @@ def _find_evaluation_warnings(results: Results, distances: MethodMeasurements) -
     """Yield each warning in the evaluation records once, with the first of its evaluations and the number of others.
 
     Warnings of the reference are left out. The warning that a distance is not below a Gaussian's counts for the last
-    snapshot of a run alone, unless the mean of its method, in `distances`, has this warning anyway.
+    snapshot of a run alone. It is left out if it is true of the mean of the run's method, in `distances`.
     """
     gaussian_limit = describe_gaussian_limit(results.reference)
     evaluations_by_message: dict[str, list[str]] = defaultdict(list)

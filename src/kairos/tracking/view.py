@@ -54,8 +54,8 @@ def build_note(results: Results) -> str:
     """Return the comparison of methods in Markdown: a heading, the outcome, warnings, and a table.
 
     Heading and table list the methods by the primary metric, the lowest value first. The heading lists at most five
-    methods. Table and warnings are cut to the lines that fit into a tag. If the results cannot be compared, the note is only the
-    reason.
+    methods. Table and warnings are cut to the lines that fit into a tag. If the results cannot be compared, the note is
+    only the reason.
     """
     try:
         rows = ranking.compare_methods(results.measurements)
