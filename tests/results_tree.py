@@ -94,7 +94,8 @@ def _write_shared(results: Path) -> None:
         results / "reference" / "reference.json",
         {
             "extractor": "classifier32", "extractor_hash": EXTRACTOR_HASH, "metric": METRIC, "features": 32,
-            "accuracy": 0.981, "reference": "train", "reference_hash": REFERENCE_HASH, "eval_seed": 0,
+            "accuracy": 0.981, "extractor_check": None, "extractor_warnings": [], "warnings": [],
+            "reference": "train", "reference_hash": REFERENCE_HASH, "eval_seed": 0,
             "num_samples": 400, "sets": 3,
             "rows": {
                 name: {

@@ -84,7 +84,7 @@ def test_findings_start_with_the_warning(unranked):
 def test_compare_starts_with_the_warning(unranked, capsys):
     _, folder = unranked
     assert main(["compare", str(folder)]) == 0
-    first, *_ = capsys.readouterr().err.splitlines()
+    first, *_ = capsys.readouterr().out.splitlines()
     assert METRIC in first and "652" in first and "367" in first and "primary_metric" in first
 
 

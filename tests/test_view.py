@@ -124,7 +124,7 @@ def test_the_first_page_of_a_new_browser_shows_methods_with_their_distances(tree
     for training in results.runs:
         assert f"{training.method} seed {training.seed}" in shown
         assert str(training.last_snapshot.measured_values[results.distance_metric])[:6] in shown
-    positions = [shown.index(f"{method} seed 0") for method in ("min_snr", "speed", "uniform")]
+    positions = [shown.rindex(f"{method} seed 0") for method in ("min_snr", "speed", "uniform")]
     assert positions == sorted(positions), "the lowest distance first"
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)

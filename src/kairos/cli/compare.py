@@ -85,9 +85,9 @@ def _write_index(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    """Print the table of a comparison or write it to ``--out``; print warnings and notes on standard error.
+    """Print the table of a comparison with its warnings, or write both to ``--out``; print notes on standard error.
 
-    Warnings come before the table, notes after it.
+    Warnings come before the table. They are also printed on standard error, unless standard output shows them as lines.
 
     Raises:
         ConfigError: the baseline is not among the methods, or not all methods have the metric.
@@ -99,9 +99,10 @@ def _compare(arguments: argparse.Namespace) -> None:
         build_comparison_table,
         build_equal_time_table,
         comparison_notes,
-        find_ranking_warnings,
-        format_table,
+        format_comparison,
         join_experiments,
+        label_warnings,
+        list_comparison_warnings,
     )
     from kairos.report.ranking import compare_methods
 
@@ -112,12 +113,15 @@ def _compare(arguments: argparse.Namespace) -> None:
         table = build_equal_time_table(measurements)
     else:
         table = build_comparison_table(measurements, comparisons)
-    text = format_table(table, arguments.format or "table")
-    for warning in find_ranking_warnings(experiments, arguments.metric):
-        print(f"warning: {warning}\n", file=sys.stderr, flush=True)
+    warnings = list_comparison_warnings(experiments, arguments.metric)
+    form = arguments.format or "table"
+    text = format_comparison(table, warnings, form)
     if arguments.out:
         write_text(arguments.out, text)
-    else:
+    if arguments.out or form in ("csv", "json"):
+        for line in label_warnings(warnings):
+            print(f"warning: {line}\n", file=sys.stderr, flush=True)
+    if not arguments.out:
         print(text, end="", flush=True)
     for note in comparison_notes(experiments, measurements, comparisons):
         print(f"note: {note}", file=sys.stderr)

@@ -4,6 +4,9 @@ It is trained on the labelled training split, or without labels to predict by ho
 rotated. Gidaris et al. 2018, "Unsupervised representation learning by predicting image rotations", proposed this task.
 `benchmarks/extractors.py` compares the two tasks, and others. The features are the layer before the classes. Training
 is deterministic on one machine and takes seconds on small images.
+
+The classes of a task are drawn equally often, so that a network cannot gain by predicting a large class. After
+training, `instrument_check` tests that the network has learned its task.
 """
 
 import math
@@ -15,10 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from kairos.array_shapes import IntegerArray
-from kairos.data.dataset import PreparedDataset
+from kairos.array_shapes import FeatureArray, IntegerArray
+from kairos.data.dataset import Labels, PreparedDataset
 from kairos.evaluation.extractors import Extractor
-from kairos.evaluation.settings import ClassifierOptions, SelfsupervisedOptions
+from kairos.evaluation.instrument_check import check_instrument
+from kairos.evaluation.metrics import indices_to_store
+from kairos.evaluation.settings import ClassifierOptions, NetworkOptions, SelfsupervisedOptions
 from kairos.files import atomic, sha256_file
 from kairos.finite import demand_finite
 from kairos.progress import ProgressBar, log
@@ -83,7 +88,8 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
     def task(indices: IntegerArray, step: int) -> tuple[Pixels, Integers]:
         return load_pixels(dataset, indices), labels[indices]
 
-    return train_on_task("classifier", options, dataset, classes=classes, task=task, folder=folder)
+    images = BalancedImages(dataset.train, dataset.labels)
+    return train_on_task("classifier", options, dataset, classes=classes, task=task, folder=folder, images=images)
 
 
 def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
@@ -103,6 +109,43 @@ def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset,
     return train_on_task("selfsupervised", options, dataset, classes=4, task=task, folder=folder)
 
 
+class BalancedImages:
+    """Dataset indices of images, with repetitions, so that every class has the number of images of the largest one.
+
+    The images come first, in their order; repetitions of smaller classes follow. If all classes have equally many
+    images, there are no repetitions. Repetitions are computed on access, not stored. The images of a class are
+    repeated in turn, so that their numbers of repetitions differ by at most one.
+
+    Args:
+        images: dataset indices of the images, (n,).
+        labels: class of every image of the data set, by dataset index.
+    """
+
+    def __init__(self, images: IntegerArray, labels: Labels):
+        image_labels = labels[images]
+        self.images = images
+        self.images_by_class = images[np.argsort(image_labels, kind="stable")]  # the first class comes first
+        self.class_counts = np.bincount(image_labels)
+        self.class_starts = np.cumsum(self.class_counts) - self.class_counts  # positions in `images_by_class`
+        is_present = self.class_counts > 0
+        self.repetitions = np.where(is_present, self.class_counts.max() - self.class_counts, 0)
+        self.repetition_ends = np.cumsum(self.repetitions)  # positions among all repetitions
+
+    def __len__(self) -> int:
+        return len(self.images) + int(self.repetition_ends[-1])
+
+    def __getitem__(self, positions: IntegerArray) -> IntegerArray:
+        """Return the dataset indices at positions from 0 to the length of this sequence, (n,)."""
+        is_repetition = positions >= len(self.images)
+        repeated = positions[is_repetition] - len(self.images)
+        classes = np.searchsorted(self.repetition_ends, repeated, side="right")
+        numbers = repeated - (self.repetition_ends - self.repetitions)[classes]  # of a repetition within its class
+        indices = np.empty_like(positions)
+        indices[~is_repetition] = self.images[positions[~is_repetition]]
+        indices[is_repetition] = self.images_by_class[self.class_starts[classes] + numbers % self.class_counts[classes]]
+        return indices
+
+
 def rotate_images(images: Pixels, quarters: Integers) -> Pixels:
     """Return square images (n, channels, h, w), each turned counterclockwise by its number of quarter turns (n,)."""
     rotated = [image.rot90(int(count), dims=(1, 2)) for image, count in zip(images, quarters)]
@@ -110,12 +153,18 @@ def rotate_images(images: Pixels, quarters: Integers) -> Pixels:
 
 
 def train_on_task(
-    kind: str, options: ClassifierOptions, dataset: PreparedDataset, classes: int, task: Task, folder: Path
+    kind: str,
+    options: NetworkOptions,
+    dataset: PreparedDataset,
+    classes: int,
+    task: Task,
+    folder: Path,
+    images: BalancedImages | None = None,
 ) -> dict[str, Any]:
     """Train the network on a classification task, write its weights into `folder` and return its manifest fields.
 
     Training runs on the CPU and does not change torch's global generator. Messages report the progress, and the
-    accuracy if there are held-out images.
+    result of the check.
 
     Args:
         kind: name of the extractor without its width; also names the random streams.
@@ -125,29 +174,38 @@ def train_on_task(
         task: function from dataset indices and step to uint8 images (n, channels, height, width) and their classes
             (n,).
         folder: folder for the weights.
+        images: images to draw from; None: the training images, of which the task draws the classes equally often.
 
     Returns:
         Manifest fields. ``name`` is `kind` with the number of features, such as ``classifier64``, ``metric`` the column
             of the Fréchet distance, and ``shape`` height, width and channels of the images. ``accuracy`` is the share
-            of held-out images that are classified correctly, None without held-out images.
+            of held-out images that are classified correctly, None without held-out images. ``check`` is the result of
+            `check_instrument`, and ``warnings`` contains its reasons against the extractor.
     """
     name = f"{kind}{options.features}"
     shape = tuple(dataset.images.shape[1:])
     with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU: no generator of a GPU is saved
         torch.manual_seed(derived_seed(options.seed, f"{kind} weights"))
         model = Classifier(shape, classes, options.channels, options.features)
-    _optimize(kind, model, options, dataset, task)
+    _optimize(kind, model, options, dataset.train if images is None else images, task)
     what = f"evaluation.extractor: {name}: weights after {options.steps} steps"
     demand_finite(model.state_dict(), what, "its training diverged: lower evaluation.extractor.learning_rate")
-    accuracy = _heldout_accuracy(model, dataset, task)
-    if accuracy is not None:
-        log(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images classified correctly")
+    has_heldout = len(dataset.heldout) > 0
+    checked_images = dataset.heldout if has_heldout else dataset.train[indices_to_store(len(dataset.train))]
+    check, warnings = check_instrument(name, *_classify(model, checked_images, task))
+    accuracy = check["accuracy"] if has_heldout else None
+    log(
+        f"{name}: {check['accuracy']:.2%} of {len(checked_images)} {'held-out' if has_heldout else 'training'} images "
+        f"classified correctly; effective rank of the features {check['effective_rank']:.3g}"
+    )
     digest = _save_weights(model, folder / WEIGHTS)
     return {
         "name": name,
         "metric": f"frechet_{name}",
         "features": options.features,
         "accuracy": accuracy,
+        "check": {"images": "held out" if has_heldout else "training", **check},
+        "warnings": warnings,
         "classes": classes,
         "shape": list(shape),
         "sha256": digest,
@@ -156,8 +214,10 @@ def train_on_task(
     }
 
 
-def _optimize(kind: str, model: Classifier, options: ClassifierOptions, dataset: PreparedDataset, task: Task) -> None:
-    """Train the network in place on random batches of training images, by AdamW with a one-cycle learning rate.
+def _optimize(
+    kind: str, model: Classifier, options: NetworkOptions, images: IntegerArray | BalancedImages, task: Task
+) -> None:
+    """Train the network in place on random batches of `images`, by AdamW with a one-cycle learning rate.
 
     The images of a batch are drawn with replacement, from a stream named after `kind`. The loss is the cross entropy.
     """
@@ -167,9 +227,9 @@ def _optimize(kind: str, model: Classifier, options: ClassifierOptions, dataset:
     order = Stream(options.seed, f"{kind} order")
     progress = ProgressBar(options.steps, f"train {kind}{options.features}", "step")
     for step in range(options.steps):
-        positions = order.integers(step, len(dataset.train), range(options.batch_size)).numpy()
-        images, labels = task(dataset.train[positions], step)
-        _, logits = model(images)
+        positions = order.integers(step, len(images), range(options.batch_size)).numpy()
+        pixels, labels = task(images[positions], step)
+        _, logits = model(pixels)
         loss = nn.functional.cross_entropy(logits, labels)
         optimizer.zero_grad()
         loss.backward()
@@ -179,22 +239,23 @@ def _optimize(kind: str, model: Classifier, options: ClassifierOptions, dataset:
     progress.close()
 
 
-def _heldout_accuracy(model: Classifier, dataset: PreparedDataset, task: Task) -> float | None:
-    """Return the share of held-out images that the network classifies correctly; None without held-out images.
+def _classify(
+    model: Classifier, image_indices: IntegerArray, task: Task
+) -> tuple[FeatureArray, IntegerArray, IntegerArray]:
+    """Return features (n, width), classes (n,) and predicted classes (n,) of the images with these dataset indices.
 
     The task gets the number of each batch as step, so that rotations are drawn by batch and position.
     """
-    heldout = dataset.heldout
-    if not len(heldout):
-        return None
-    correct_count = 0
-    batches = np.split(heldout, range(BATCH, len(heldout), BATCH))
+    features, classes, predictions = [], [], []
+    batches = np.split(image_indices, range(BATCH, len(image_indices), BATCH))
     with torch.inference_mode():
         for batch_number, indices in enumerate(batches):
             images, labels = task(indices, batch_number)  # the number stands for the step that rotations are drawn from
-            _, logits = model(images)
-            correct_count += int((logits.argmax(1) == labels).sum())
-    return correct_count / len(heldout)
+            batch_features, logits = model(images)
+            features.append(batch_features)
+            classes.append(labels)
+            predictions.append(logits.argmax(1))
+    return torch.cat(features).numpy(), torch.cat(classes).numpy(), torch.cat(predictions).numpy()
 
 
 def _save_weights(model: Classifier, path: Path) -> str:

@@ -12,6 +12,7 @@ from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, build_extractor, open_extractor
 from kairos.evaluation.measurements import iterate_rows, measure
 from kairos.evaluation.reference import Reference, open_external_reference, open_reference
+from kairos.evaluation.separation import describe_gaussian_limit, find_instrument_faults, gaussian_value
 from kairos.evaluation.settings import EXTRACTORS, METRICS, LossSettings
 from kairos.files import atomic_folder, check_files, open_record, read_json, write_json
 from kairos.progress import log
@@ -191,7 +192,8 @@ def evaluate(
 
     The caller prints the returned warnings, since it joins equal warnings of several files. Messages report the
     distance, and the images that are left over after the last full set. The record's ``step`` is None if the samples
-    file contains none. Its ``warnings`` are the returned warnings and the warning about left-over images. It has
+    file contains none. Its ``warnings`` are the reasons why the reference's distances cannot rank methods, the warnings
+    about left-over and few images, and a distance that is not below a fitted Gaussian's. It has
     ``validation`` only with metrics of the snapshot's network. Metrics that need a snapshot are left out without one.
 
     Args:
@@ -226,17 +228,34 @@ def evaluate(
         scores.append(reference.comparison.score(statistics))
 
     columns = metrics.summarise(scores)
+    gaussian_warnings = _find_gaussian_warnings(columns, reference.record)
     record = {
         "step": samples.protocol.get("step"),
         "metrics": columns,
         "protocol": _evaluation_protocol(samples.protocol, reference.record, extractor, image_sets),
-        "warnings": unused_warnings + few_images_warnings,
+        "warnings": [
+            *find_instrument_faults(reference.record),
+            *unused_warnings,
+            *few_images_warnings,
+            *gaussian_warnings,
+        ],
     }
     if "milestone" in needs and training_latents is not None:
         record["validation"] = _compute_losses(job, samples.protocol, reference, training_latents, extractor)
     write_json(job.out, record)
     log(f"evaluate {file}: {metrics.format_metric(columns, reference.comparison.distance_column)}")
     return few_images_warnings
+
+
+def _find_gaussian_warnings(columns: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    """Return a list with a warning if the distance in `columns` is not below a fitted Gaussian's, else an empty list.
+
+    `reference` is the record of the reference; an external one has no Gaussian.
+    """
+    limit = describe_gaussian_limit(reference)
+    if limit is None or columns[reference["metric"]] < gaussian_value(reference, reference["metric"]):
+        return []
+    return [limit]
 
 
 def _compute_losses(

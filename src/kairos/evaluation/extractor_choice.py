@@ -22,8 +22,8 @@ def choose_extractor(
 ) -> tuple[EvaluationConfig, list[str]]:
     """Replace extractor ``auto`` by a definite one and check that the evaluation is possible.
 
-    An extractor that replaces ``auto`` has the default values of its options. A number of images that is unknown passes
-    the checks.
+    An extractor that replaces ``auto`` has the default values of its options; a classifier has a fallback. A number of
+    images that is unknown passes the checks.
 
     Args:
         evaluation: section `evaluation`.
@@ -53,8 +53,9 @@ def choose_extractor(
     if name == "auto":
         name, reason = _resolve_auto(evaluation, counts)
         messages.insert(0, f"extractor: {name} (auto: {reason})")
-        # a text selects the default options; `source` begins the error message
-        evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": name}, source=messages[0])
+        # the default options, and a replacement of a classifier that learns nothing; `source` begins the error message
+        extractor = {"name": name, "fallback": "selfsupervised"} if name == "classifier" else name
+        evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": extractor}, source=messages[0])
     elif name == "classifier" and not counts.unknown:
         problems += _classifier_problems(counts)
 

@@ -19,12 +19,19 @@ from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.settings import EXTRACTORS, ExtractorOptions
 from kairos.files import check_files, open_record, write_json
 from kairos.finite import demand_finite
+from kairos.progress import log
 from kairos.shapes import LayerFeatures
 from kairos_timesteps.errors import KairosError
 
 _REMEDY = "use other weights of the extractor or another evaluation.extractor, and evaluation.precision fp32"
 # manifest fields of published extractors, which take images of any size; extractors that kairos trains replace them
-_FIELDS_OF_PUBLISHED = {"accuracy": None, "shape": None, "dataset_sha256": None}
+_FIELDS_OF_PUBLISHED: dict[str, Any] = {
+    "accuracy": None,
+    "check": None,
+    "warnings": [],
+    "shape": None,
+    "dataset_sha256": None,
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,8 @@ class Extractor:
     """An opened feature extractor.
 
     Attributes:
-        manifest: kind, name, metric (column of the Fréchet distance), features (width), accuracy, sha256, shape.
+        manifest: kind, name, metric (column of the Fréchet distance), features (width), accuracy, warnings, sha256,
+            shape.
         module: torch module that maps uint8 images (n, channels, height, width) to a tuple of layers.
         layers: names of the module's outputs in order: ``features``, and for some extractors ``spatial``, ``logits``.
         device: device on which features are computed.
@@ -91,8 +99,11 @@ def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None
     """Run stage `extractor`: fill the extractor's folder, write the manifest last and return it.
 
     An earlier manifest is deleted first, so that a folder with a manifest is complete. The folder is created if
-    necessary. The fields of the manifest are ``kind``, ``options`` and the fields that the extractor's code returns.
-    ``accuracy``, ``shape`` and ``dataset_sha256`` are None if its code does not return them.
+    necessary. An extractor with warnings is replaced by its `replacement`, if it has one.
+
+    The fields of the manifest are ``kind``, ``options`` and the fields that the extractor's code returns. ``warnings``
+    is empty, and ``accuracy``, ``check``, ``shape`` and ``dataset_sha256`` are None, if its code does not return them.
+    The manifest of a replacement also has ``replaces``, with the name, kind, options and warnings of the replaced one.
 
     Args:
         extractor: field `evaluation.extractor` of the experiment.
@@ -104,10 +115,30 @@ def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").unlink(missing_ok=True)
-    manifest = {"kind": extractor.name, "options": extractor.plain(), **_FIELDS_OF_PUBLISHED}
-    manifest |= extractor.build(dataset, folder)
+    manifest = _fill_folder(extractor, dataset, folder)
+    replacement = extractor.replacement
+    if manifest["warnings"] and replacement is not None:
+        replaced = {key: manifest[key] for key in ("name", "kind", "options", "check", "warnings")}
+        manifest = {**_fill_folder(replacement, dataset, folder), "replaces": replaced}
+    for message in [*describe_replacement(manifest), *manifest["warnings"]]:
+        log(f"warning: {message}")
     write_json(folder / "manifest.json", manifest)
     return manifest
+
+
+def _fill_folder(extractor: ExtractorOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
+    """Fill an extractor's folder, except for the manifest, and return the manifest; see `build_extractor`."""
+    manifest = {"kind": extractor.name, "options": extractor.plain(), **_FIELDS_OF_PUBLISHED}
+    manifest.update(extractor.build(dataset, folder))
+    return manifest
+
+
+def describe_replacement(manifest: dict[str, Any]) -> list[str]:
+    """Return a list with a sentence if an extractor's manifest is of a replacement, else an empty list."""
+    replaced = manifest.get("replaces")
+    if replaced is None:
+        return []
+    return [f"{manifest['name']} replaces {replaced['name']} as extractor: {' '.join(replaced['warnings'])}"]
 
 
 def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: str = "fp32") -> Extractor:

@@ -27,9 +27,10 @@ from kairos.data.linked_images import delete_temporary_copy
 from kairos.data.pixels import to_uint8
 from kairos.data.random_order import random_order
 from kairos.evaluation import external_reference, metrics
-from kairos.evaluation.extractors import Extractor, open_extractor
+from kairos.evaluation.extractors import Extractor, describe_replacement, open_extractor
 from kairos.evaluation.measurements import iterate_rows, measure
 from kairos.evaluation.metrics import Comparison, RealStatistics
+from kairos.evaluation.separation import find_instrument_faults
 from kairos.evaluation.settings import (
     EXTRACTORS,
     MEASUREMENTS,
@@ -86,9 +87,10 @@ def build_reference(
 ) -> dict[str, Any]:
     """Write statistics.npz and reference.json of stage `reference` into `out`; return the content of reference.json.
 
-    It contains the reference rows, settings, hashes and warnings. The statistics of the real images are also stored in
-    the cache, see `metrics.load_or_compute`. The temporary copy of the data set's images is deleted. Messages report
-    the rows and warnings. Marks the end of start-up, see `resource_usage.end_startup`.
+    It contains the reference rows, settings, hashes and warnings: the reasons why the distance cannot rank methods, a
+    replaced extractor, and few images. The statistics of the real images are also stored in the cache, see
+    `metrics.load_or_compute`. The temporary copy of the data set's images is deleted. Messages report the rows and
+    warnings. Marks the end of start-up, see `resource_usage.end_startup`.
 
     Args:
         evaluation: section `evaluation`.
@@ -111,7 +113,7 @@ def build_reference(
     real = _real_statistics(evaluation.reference, prepared, opened_extractor, selected)
     comparison = Comparison(distance_column=opened_extractor.manifest["metric"], real=real, metrics=selected)
     num_samples = evaluation.num_samples
-    warnings = _check_image_counts(num_samples, real.count, opened_extractor.width)
+    count_warnings = _check_image_counts(num_samples, real.count, opened_extractor.width)
 
     # reference rows
     fitted_count, gaussian = _gaussian_source(training_latents, codec, num_samples, evaluation.seed)
@@ -127,6 +129,8 @@ def build_reference(
         "metrics": [metric.plain() for metric in selected],
         "features": opened_extractor.width,
         "accuracy": opened_extractor.manifest["accuracy"],
+        "extractor_check": opened_extractor.manifest["check"],
+        "extractor_warnings": opened_extractor.manifest["warnings"],
         "reference": evaluation.reference,
         "dataset_sha256": prepared.manifest["content_sha256"],
         "autoencoder_sha256": codec.manifest["sha256"],
@@ -137,9 +141,13 @@ def build_reference(
         "rows": rows,
         "spread_of": {name: SPREADS[name] for name in rows},
         "gaussian": f"mean and sample covariance of {fitted_count} training latents",
-        "warnings": warnings,
         "files": {"statistics.npz": sha256_file(out / "statistics.npz")},
     }
+    faults = find_instrument_faults(record)
+    for fault in faults:
+        log(f"warning: {fault}")
+    replacement_notes = describe_replacement(opened_extractor.manifest)
+    record["warnings"] = [*faults, *replacement_notes, *count_warnings]
     write_json(out / "reference.json", record)
     delete_temporary_copy(dataset)  # no later stage reads all images
     for name, row in rows.items():
@@ -195,8 +203,8 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
 def open_external_reference(path: Path, extractor: Extractor, metric_names: list[str] | None) -> Reference:
     """Open an npz file of real images or published moments as reference; the statistics are cached by its content.
 
-    The record contains default settings, and None as number of images per set: evaluations split the samples into a
-    number of sets. A warning about few images is printed.
+    The record contains default settings, the extractor's warnings, and None as number of images per set: evaluations
+    split the samples into a number of sets. A warning about few images is printed.
 
     Args:
         path: the npz file.
@@ -212,7 +220,13 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
     selected = metrics_with_options(metric_names or default_metrics(kind, heldout=True))
     check_metrics(selected, kind)
     real = load_external_statistics(path, extractor, needs_of_real_images(selected))
-    record = {"num_samples": None, **_fixed_settings(EvaluationConfig(), real, extractor)}
+    warnings = extractor.manifest["warnings"]
+    record = {
+        "num_samples": None,
+        "extractor_warnings": warnings,
+        "warnings": warnings,
+        **_fixed_settings(EvaluationConfig(), real, extractor),
+    }
     comparison = Comparison(distance_column=extractor.manifest["metric"], real=real, metrics=tuple(selected))
     return Reference(record, comparison)
 

@@ -1,5 +1,8 @@
 """Check that a distance can rank methods: real held-out images must score clearly below a fitted Gaussian.
 
+The results contain the warnings of these checks: stage `reference` stores those of the extractor and of the reference
+rows, and stage `evaluate` those of a snapshot.
+
 An extractor that was trained on few images gives its training images features that no other image has. Held-out real
 images are then as far from the training images as blurred noise is, and so is every method, however good it is.
 """
@@ -18,13 +21,44 @@ CLEAR = 2.0  # standard deviations by which the rows must differ
 ENOUGH_IMAGES = 1000  # training images; benchmarks/metric_can_rank.py measures 80, 320 and 1,600
 TRAINED = ("classifier", "selfsupervised")  # extractors that are trained on the experiment's images
 ADVICE = (
-    "Rank by the validation loss (evaluation.primary_metric: validation), add images, or set another "
-    "evaluation.extractor or fewer of its steps."
+    "Rank by the validation loss (evaluation.primary_metric: validation), add images, or change evaluation.extractor "
+    "or its steps."
 )
 
 
+def find_instrument_faults(reference: Mapping[str, Any]) -> list[str]:
+    """Return the reasons why distances from a reference cannot rank methods; empty if they can.
+
+    The reasons are the warnings of the extractor, then the reason of the reference rows.
+
+    Args:
+        reference: content of reference.json.
+    """
+    reason = reason_not_to_rank(reference)
+    extractor_warnings = reference.get("extractor_warnings", [])  # published extractors have none
+    return [*extractor_warnings, reason] if reason else [*extractor_warnings]
+
+
+def describe_gaussian_limit(reference: Mapping[str, Any]) -> str | None:
+    """Return the warning about a distance that is not below a fitted Gaussian's; None without this reference row.
+
+    Args:
+        reference: content of reference.json, or the fields of an external reference.
+    """
+    gaussian = gaussian_value(reference, reference.get("metric", ""))
+    if gaussian is None:
+        return None
+    return f"{reference['metric']} is not below the {gaussian:.4g} of a Gaussian fitted to the data"
+
+
+def gaussian_value(reference: Mapping[str, Any], metric: str) -> float | None:
+    """Return a metric of the reference row ``gaussian``; None if the reference lacks it."""
+    value: float | None = reference.get("rows", {}).get("gaussian", {}).get(metric)
+    return value
+
+
 def reason_not_to_rank(reference: Mapping[str, Any]) -> str | None:
-    """Return why the distance cannot rank methods, or None if it can or if a reference row is missing.
+    """Return why the reference rows show that a distance cannot rank methods; None if it can, or without both rows.
 
     The distance can rank methods if real held-out images are below a fitted Gaussian by more than `CLEAR` standard
     deviations of the difference:
@@ -62,25 +96,26 @@ def reason_not_to_rank(reference: Mapping[str, Any]) -> str | None:
 def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
     """Return a warning if the distance is unlikely to rank methods, else None.
 
-    Existing reference rows decide alone, see `reason_not_to_rank`. If there are none, the warning is for extractors
+    An existing reference decides alone, see `find_instrument_faults`. If there is none, the warning is for extractors
     that are trained on fewer than `ENOUGH_IMAGES` images, if the number is known. There is no warning if methods are
     ranked by the validation loss.
 
     Args:
         evaluation, dataset: sections of the experiment, with a definite extractor.
-        results: folder of the experiment's results. Rows there are used if they were computed with equal options of
-            the extractor, number of samples and reference.
+        results: folder of the experiment's results. A reference there is used if it was computed with equal options
+            of the extractor, number of samples and reference.
     """
     if evaluation.primary_metric != "distance":
         return None
-    # existing reference rows
+    # existing reference
     record = glance(results / "reference/reference.json")  # empty without the file
     manifest = glance(results / "extractor/manifest.json")
-    recorded_settings = (manifest.get("options"), record.get("num_samples"), record.get("reference"))
+    configured_extractor = manifest.get("replaces") or manifest  # the extractor that the experiment file sets
+    recorded_settings = (configured_extractor.get("options"), record.get("num_samples"), record.get("reference"))
     settings = (evaluation.extractor.plain(), evaluation.num_samples, evaluation.reference)
     if record and recorded_settings == settings:
-        reason = reason_not_to_rank(record)
-        return f"{reason} {ADVICE}" if reason else None
+        faults = find_instrument_faults(record)
+        return " ".join([*faults, ADVICE]) if faults else None
     # number of images
     name = evaluation.extractor.name
     images = count_images(dataset).train  # training images; None: unknown

@@ -23,6 +23,7 @@ from kairos.files import DamagedError
 from kairos.pretrained import read_network_config
 from kairos.section import Section, field
 from kairos_timesteps.errors import ConfigError, ValueRejected, demand
+from kairos_timesteps.options import options_without_name
 
 _DINO_WIDTH = 1024  # features of the default DINOv2, ViT-L/14
 
@@ -41,17 +42,18 @@ class ExtractorOptions(ComponentOptions):
         """Number of features; None if it is not known before the extractor is prepared."""
         return self.width
 
+    @property
+    def replacement(self) -> "ExtractorOptions | None":
+        """Extractor that replaces this one if it has learned nothing; None without a replacement."""
+        return None
+
 
 EXTRACTORS: Components[ExtractorOptions] = Components("extractor")
 
 
-@EXTRACTORS.register
-class ClassifierOptions(ExtractorOptions):
-    """A small convolutional classifier, trained by the pipeline on the labelled training split."""
+class NetworkOptions(ExtractorOptions):
+    """Base class of the options of a small convolutional network that the pipeline trains on the training images."""
 
-    code: ClassVar[str] = "kairos.evaluation.classifier:train"
-
-    name: str = "classifier"
     features: int = field(64, "number of features: width of the layer before the classes", ge=2, le=2048)
     channels: int = field(16, "width of the first convolution", ge=4)
     steps: int = field(600, "training steps", ge=1)
@@ -66,12 +68,31 @@ class ClassifierOptions(ExtractorOptions):
 
 
 @EXTRACTORS.register
-class SelfsupervisedOptions(ClassifierOptions):
+class SelfsupervisedOptions(NetworkOptions):
     """The network of `classifier`, trained without labels to predict the rotation of training images."""
 
     code: ClassVar[str] = "kairos.evaluation.classifier:train_on_rotations"
 
     name: str = "selfsupervised"
+
+
+@EXTRACTORS.register
+class ClassifierOptions(NetworkOptions):
+    """A small convolutional classifier, trained by the pipeline on the labelled training split."""
+
+    code: ClassVar[str] = "kairos.evaluation.classifier:train"
+
+    name: str = "classifier"
+    fallback: Literal["selfsupervised"] | None = field(
+        None, "extractor that replaces a classifier that has learned nothing; null: the results carry a warning"
+    )
+
+    @property
+    def replacement(self) -> SelfsupervisedOptions | None:
+        """Extractor with equal options that replaces a classifier that has learned nothing; None without a fallback."""
+        if self.fallback is None:
+            return None
+        return SelfsupervisedOptions(**options_without_name(self.model_dump(exclude={"fallback"})))
 
 
 @EXTRACTORS.register
@@ -422,7 +443,15 @@ def is_higher_better(column: str) -> bool:
     return any(column in options.higher_is_better for options in METRICS.values())
 
 
-def needs_of(metrics: Iterable[MetricOptions]) -> set[str]:
+def compares_features(column: str) -> bool:
+    """Return True if a column belongs to a metric that compares features of samples with features of real images.
+
+    The column of the Fréchet distance, which the extractor names, is not known here: the result is False.
+    """
+    return any(column in options.columns and needs_of_real_images([options]) for options in METRICS.values())
+
+
+def needs_of(metrics: Iterable[MetricOptions | type[MetricOptions]]) -> set[str]:
     """Return the names of all measurements that some metrics need; `MEASUREMENTS` describes them."""
     needs: set[str] = set()
     for metric in metrics:
@@ -430,7 +459,7 @@ def needs_of(metrics: Iterable[MetricOptions]) -> set[str]:
     return needs
 
 
-def needs_of_real_images(metrics: Iterable[MetricOptions]) -> set[str]:
+def needs_of_real_images(metrics: Iterable[MetricOptions | type[MetricOptions]]) -> set[str]:
     """Return the names of all measurements that metrics need of the real images; see `MEASUREMENTS`."""
     return {need for need in needs_of(metrics) if MEASUREMENTS[need].of_real_images}
 

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,10 +19,12 @@ from PIL import Image, UnidentifiedImageError
 from kairos.array_shapes import ImageArray
 from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
+from kairos.evaluation import settings
+from kairos.evaluation.separation import find_instrument_faults, gaussian_value
 from kairos.evaluation.settings import is_higher_better
 from kairos.files import read_json, read_lines, read_times
 from kairos.milestones import step_name
-from kairos.report.formatting import format_machine, join_first_names
+from kairos.report.formatting import format_machine, format_number, join_first_names
 from kairos.report.outdated import ExpectedSettings, format_changes
 from kairos_timesteps.errors import KairosError
 
@@ -150,6 +152,8 @@ class MethodMeasurements:
         metric: column that methods are compared by.
         baseline: method that differences and factors refer to, or None.
         missing: a line per run that lacks results, if the experiment is unfinished.
+        instrument_faults: reasons why the metric cannot rank any methods, see `find_instrument_faults`.
+        gaussian: value of the metric for a Gaussian fitted to the data; None if unknown.
     """
 
     table: pd.DataFrame
@@ -158,6 +162,8 @@ class MethodMeasurements:
     metric: str
     baseline: str | None
     missing: tuple[str, ...] = ()
+    instrument_faults: tuple[str, ...] = ()
+    gaussian: float | None = None
 
     @property
     def higher_is_better(self) -> bool:
@@ -168,6 +174,42 @@ class MethodMeasurements:
     def validation_columns(self) -> list[str]:
         """Columns of the table with losses on held-out images, whose names begin with ``val_``."""
         return [column for column in map(str, self.table.columns) if column.startswith("val_")]
+
+    @cached_property
+    def reasons_not_to_rank(self) -> tuple[str, ...]:
+        """Reasons why the metric cannot rank these methods, as sentences; empty if it can.
+
+        They are the faults of the instrument. Without faults, the reason may be that no method ends below a Gaussian.
+        """
+        if self.instrument_faults or not self.gaussian_warning:
+            return self.instrument_faults
+        if len(self.methods_above_gaussian) < len(self.methods):
+            return ()
+        return (f"The methods are not ranked: {self.gaussian_warning}",)
+
+    @cached_property
+    def methods_above_gaussian(self) -> dict[str, float]:
+        """Methods that do not end below a Gaussian fitted to the data, with their values at the last common snapshot.
+
+        Values are means over seeds. There are no such methods without a common snapshot.
+        """
+        if self.gaussian is None or self.higher_is_better:
+            return {}
+        try:
+            common = self.common_measurements
+        except KairosError:
+            return {}
+        final_values = {method: common.values_of(method, self.metric).iloc[:, -1].mean() for method in self.methods}
+        return {method: float(value) for method, value in final_values.items() if value >= self.gaussian}
+
+    @property
+    def gaussian_warning(self) -> str:
+        """Warning with all `methods_above_gaussian`; empty if there are none."""
+        if not self.methods_above_gaussian:
+            return ""
+        limit = f"{format_number(self.gaussian)} of a Gaussian fitted to the data"
+        names = [f"{method} ({format_number(value)})" for method, value in self.methods_above_gaussian.items()]
+        return f"{self.metric} is not below the {limit}: {join_first_names(names)}. Train longer."
 
     def values_of(self, method: str, column: str) -> pd.DataFrame:
         """Return the values of a column for one method as a table: a row per compared seed, a column per step.
@@ -341,13 +383,20 @@ class Results:
     @cached_property
     def measurements(self) -> MethodMeasurements:
         """Measurements of all methods and seeds, to compare the methods by the primary metric."""
+        return self.measurements_of(self.primary_metric)
+
+    def measurements_of(self, metric: str) -> MethodMeasurements:
+        """Return the measurements of all methods and seeds, to compare the methods by a metric."""
+        compares_features = metric == self.distance_metric or settings.compares_features(metric)
         return MethodMeasurements(
             table=self.table,
             methods=self.methods,
             seeds=self.experiment.seeds,
-            metric=self.primary_metric,
+            metric=metric,
             baseline=self.baseline,
             missing=self.missing,
+            instrument_faults=tuple(find_instrument_faults(self.reference)) if compares_features else (),
+            gaussian=gaussian_value(self.reference, metric),
         )
 
     @property
@@ -431,6 +480,12 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
         outdated=outdated,
         notes=_describe_differences(runs, expected),
     )
+
+
+def select_methods(results: Results, methods: Collection[str]) -> Results:
+    """Return the results of some methods of an experiment; the caller ensures that each of them has runs."""
+    runs = tuple(run for run in results.runs if run.method in methods)
+    return replace(results, experiment=_restrict_to_runs(results.experiment, list(runs)), runs=runs)
 
 
 def load_recorded_experiment(folder: Path) -> Experiment:

@@ -16,9 +16,8 @@ from pathlib import Path
 import pandas as pd
 
 from kairos import progress
-from kairos.evaluation.separation import ADVICE, reason_not_to_rank
-from kairos.report import formatting
-from kairos.report.collect import MethodMeasurements, Results
+from kairos.report import findings, formatting
+from kairos.report.collect import MethodMeasurements, Results, select_methods
 from kairos.report.equal_time import compare_at_equal_time, describe_clock, why_times_are_not_compared
 from kairos.report.ranking import (
     MIN_SEEDS,
@@ -103,12 +102,16 @@ def join_experiments(
     differences = _find_differences(table, ["metric", *_loss_settings(first_results, column), *protocol_fields])
     if differences:
         raise KairosError(f"not compared: the protocols of the numbers differ in {'; '.join(differences)}")
+    measurements = [results.measurements_of(column) for results, _ in selection]
+    faults = chain.from_iterable(each.instrument_faults for each in measurements)
     return MethodMeasurements(
         table=table,
         methods=names,
         seeds=sorted({*table["seed"]}),
         metric=column,
         baseline=_choose_baseline(names, baseline, selection),
+        instrument_faults=tuple(dict.fromkeys(faults)),  # each fault once
+        gaussian=measurements[0].gaussian,  # of one reference, or none: the protocols are equal
     )
 
 
@@ -309,6 +312,25 @@ def _seeds_without_ratios(measurements: MethodMeasurements) -> list[int]:
     return [seed for seed in common.seeds if any(values[seed] <= 0 for values in final_values)]
 
 
+def format_comparison(table: pd.DataFrame, warnings: dict[str, list[str]], form: str) -> str:
+    """Format a comparison table and the warnings of its experiments, by their labels, in a form of `format_table`.
+
+    Markdown and text begin with a line per warning. The other forms have a column ``warnings``, which contains all
+    warnings of the row's experiment as one text.
+    """
+    if form in ("csv", "json"):
+        texts = {label: " ".join(sentences) for label, sentences in warnings.items()}
+        return format_table(table.assign(warnings=table["experiment"].map(texts)), form)
+    marker = "> **Warning:** " if form == "md" else "warning: "
+    paragraphs = [f"{marker}{line}\n\n" for line in label_warnings(warnings)]
+    return "".join(paragraphs) + format_table(table, form)
+
+
+def label_warnings(warnings: dict[str, list[str]]) -> list[str]:
+    """Return each warning as a line that begins with the label of its experiment."""
+    return [f"{label}: {sentence}" for label, sentences in warnings.items() for sentence in sentences]
+
+
 def format_table(table: pd.DataFrame, form: str) -> str:
     """Format a comparison table as ``csv``, ``json``, ``md`` or, for any other `form`, as text for a terminal.
 
@@ -343,7 +365,7 @@ def _format_for_terminal(cells: pd.DataFrame) -> str:
 def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | str], out: Path) -> str:
     """Return the HTML of an index page, which shows the comparison of each results folder and links to its reports.
 
-    The page is not written. It links only files that exist, and contains the warnings of `find_ranking_warnings`.
+    The page is not written. It links only files that exist, and contains the warnings of each experiment.
 
     Args:
         entries: results and comparisons of each results folder, or the reason, as a text, why there are none.
@@ -356,27 +378,24 @@ def render_index(entries: dict[Path, tuple[Results, list[MethodComparison]] | st
             if (folder / file).exists():
                 links[label] = os.path.relpath(folder / file, out.parent)
         picture = links.pop("picture", None)  # the page shows it instead of a link
-        ranking_warnings = []
+        leading, other = [], []  # warnings above the table, and below it
         if not isinstance(entry, str):
             results, _ = entry
-            ranking_warnings = list(find_ranking_warnings([(results, results.methods)]))
-        experiments.append((folder.name, entry, picture, links, ranking_warnings))
+            leading, other = findings.leading_warnings(results.measurements), list(findings.find_warnings(results))
+        experiments.append((folder.name, entry, picture, links, leading, other))
     template = formatting.load_template(Path(__file__).with_suffix(".html.jinja"))
     return template.render(formatting=formatting, experiments=experiments)
 
 
-def find_ranking_warnings(selection: Selection, metric: str | None = None) -> Iterator[str]:
-    """Yield a warning for every experiment that ranks by a distance which cannot rank, see `reason_not_to_rank`.
+def list_comparison_warnings(selection: Selection, metric: str | None = None) -> dict[str, list[str]]:
+    """Return the warnings of the selected methods by the label of their experiment, see `findings.list_warnings`.
 
-    Methods are ranked by `metric`; with None, by the primary metric of each experiment. There is no warning if that is
-    not the experiment's Fréchet distance.
+    Methods are compared by `metric`; with None, by the primary metric of each experiment.
     """
-    for (results, _), label in zip(selection, _experiment_labels(selection)):
-        ranking_metric = metric or results.primary_metric
-        ranks_by_distance = ranking_metric == results.distance_metric
-        reason = reason_not_to_rank(results.reference) if ranks_by_distance else None
-        if reason:
-            yield f"{label}: {reason} {ADVICE}"
+    warnings = {}
+    for (results, methods), label in zip(selection, _experiment_labels(selection)):
+        warnings[label] = findings.list_warnings(select_methods(results, methods), metric)
+    return warnings
 
 
 def comparison_notes(

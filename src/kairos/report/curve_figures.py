@@ -1,6 +1,7 @@
 """Figures of curves: distance and losses over training, distance by option of a sweep, and strategies over time."""
 
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from kairos.report.plot_style import (
     BAND,
     INK,
     MUTED,
+    WARNING,
     Label,
     MethodStyle,
     create_figure,
@@ -151,6 +153,7 @@ def draw_distance(results: Results, styles: dict[str, MethodStyle], over_time: b
     # the axes, before the labels, whose heights depend on the limits
     axes.set(yscale="log", ylabel=metric_label(results.primary_metric))
     style_log_axis(axes)
+    draw_warning_title(axes, results)
     if over_time:
         machine = "".join(f"\non {name}" for name in results.measurements.methods_by_machine)  # one, or no known time
         axes.set_xlabel(f"training time in {unit}{machine if results.measurements.has_one_clock else ''}")
@@ -161,6 +164,13 @@ def draw_distance(results: Results, styles: dict[str, MethodStyle], over_time: b
         axes.set_xlim(right=right_end * 1.01)
     label_lines(axes, labels)
     return figure
+
+
+def draw_warning_title(axes: Axes, results: Results) -> None:
+    """Write why the primary metric cannot rank the methods above a panel; nothing if it can."""
+    reasons = " ".join(results.measurements.reasons_not_to_rank)
+    if reasons:
+        axes.set_title(textwrap.fill(reasons, 95), fontsize=8, color=WARNING, loc="left")
 
 
 def _choose_time_unit(longest: float) -> tuple[str, int]:
@@ -266,6 +276,7 @@ def draw_distance_by_option(results: Results, styles: dict[str, MethodStyle]) ->
     lines_by_option = group_swept_methods(results.methods)
     height = grid_height(len(lines_by_option), panel_height=2.6, row_space=0.8)
     figure, grid = create_figure(4.6, height, len(lines_by_option), row_space=0.8)
+    draw_warning_title(grid[0][0], results)
     for axes, (option, lines) in zip(grid[:, 0], lines_by_option.items()):
         positions = _option_positions(lines)
         labels = _draw_sweep_lines(axes, results, styles, lines, positions)

@@ -1,11 +1,15 @@
-"""Outcome of an experiment in sentences that are computed from its numbers, and warnings about these numbers."""
+"""Outcome of an experiment in sentences that are computed from its numbers, and warnings about these numbers.
+
+`list_warnings` is the only source of an experiment's warnings: every view of its numbers shows them. They are the
+warnings that the stages have stored with the results, and warnings that follow from several runs.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
-from kairos.evaluation.separation import ADVICE, reason_not_to_rank
-from kairos.report.collect import Results
+from kairos.evaluation.separation import ADVICE, describe_gaussian_limit, find_instrument_faults
+from kairos.report.collect import MethodMeasurements, Results, RunResults
 from kairos.report.equal_time import why_times_are_not_compared
 from kairos.report.formatting import (
     format_change,
@@ -34,7 +38,7 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
 
     The sentences are, in this order:
 
-    - why the distance cannot rank methods, if they are ranked by it and it cannot
+    - why the metric cannot rank methods, see `leading_warnings`
     - the last common step, if results are missing
     - the ranking, or the range of final values with too few seeds
     - the advice to add seeds or to finish missing results, if there are several methods and a ranking needs them
@@ -46,10 +50,8 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
         comparisons: comparison of its methods, the best one first, see `ranking.compare_methods`.
     """
     ranks_by_distance = results.primary_metric == results.distance_metric
-    sentences = []
-    reason = reason_not_to_rank(results.reference) if ranks_by_distance else None
-    if reason:
-        sentences.append(f"{reason} {ADVICE}")
+    sentences = leading_warnings(results.measurements)
+    metric_can_rank = not sentences
     if results.missing:
         last_step = comparisons[0].curve.steps[-1]
         sentences.append(f"So far, at step {last_step:,.0f}, the last that all methods here have:")
@@ -58,7 +60,7 @@ def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> 
     if not ranks_by_distance:
         measure = f"validation loss of {results.experiment.diffusion.prediction_name}"
     sentences += _summarise_ranking(comparisons, measure, len(seeds))
-    more_seeds_would_rank = len(comparisons) > 1 and not reason  # more seeds would not remove the reason
+    more_seeds_would_rank = len(comparisons) > 1 and metric_can_rank
     if len(seeds) < MIN_SEEDS and more_seeds_would_rank:
         sentences.append(_advise_more_seeds(seeds))
     elif results.missing and not comparisons[0].is_ranked and more_seeds_would_rank:
@@ -89,8 +91,9 @@ def _advise_more_seeds(seeds: Sequence[int]) -> str:
 def _summarise_ranking(comparisons: list[MethodComparison], measure: str, configured_count: int) -> list[str]:
     """Return one or two sentences about which methods may be the best; `comparisons` have the lowest final value first.
 
-    With fewer than five seeds that all methods have, the sentences only report the range of final values. `measure` is
-    the name of the metric in the sentences, and `configured_count` the number of seeds in the experiment file.
+    If methods are not ranked, the sentences only report the range of final values, and the number of seeds if that is
+    the reason. `measure` is the name of the metric in the sentences, and `configured_count` the number of seeds in the
+    experiment file.
     """
     final_values = {}
     for comparison in comparisons:
@@ -99,13 +102,16 @@ def _summarise_ranking(comparisons: list[MethodComparison], measure: str, config
     lowest, highest = values_with_names[0], values_with_names[-1]  # comparisons are in this order
     best = [comparison.method for comparison in comparisons if comparison.may_be_best]
     if not best:  # only if methods are not ranked: otherwise the lowest one may be the best
+        final_range = f"Final values of the {measure}: from {lowest} to {highest}"
+        if not comparisons[0].metric_can_rank:
+            return [f"{final_range}; they do not show which method is better."]
         seed_count = comparisons[0].seed_count
         have = f"this experiment has {seed_count}"
         if seed_count < configured_count:
             have = f"all methods have results of {seed_count} of the experiment's {configured_count} seeds"
         return [
             f"Not ranked: methods are ranked from {MIN_SEEDS} seeds on, and {have}.",
-            f"Final values of the {measure}: from {lowest} to {highest}; another seed may reorder them.",
+            f"{final_range}; another seed may reorder them.",
         ]
     if len(best) == 1:
         return [f"{best[0]} ends with the lowest {measure}, {final_values[best[0]]}."]
@@ -157,32 +163,70 @@ def _summarise_saving(comparison: MethodComparison, baseline: str) -> str:
     return f"{saving}; its speed-up in training time is {time} ({time_interval})."
 
 
-def find_warnings(results: Results) -> Iterator[str]:
-    """Yield a sentence for everything that limits what the numbers may be used for.
+def list_warnings(results: Results, metric: str | None = None) -> list[str]:
+    """Return all warnings of an experiment, each once; reasons why a metric cannot rank its methods come first.
 
+    `metric` is the column that methods are compared by; None: the primary metric.
+    """
+    measurements = results.measurements_of(metric or results.primary_metric)
+    return [*leading_warnings(measurements), *find_warnings(results, measurements)]
+
+
+def leading_warnings(measurements: MethodMeasurements) -> list[str]:
+    """Return the reasons why the compared metric cannot rank the methods, the last one with advice; empty if it can."""
+    reasons = list(measurements.reasons_not_to_rank)
+    if measurements.instrument_faults:
+        reasons[-1] = f"{reasons[-1]} {ADVICE}"
+    return reasons
+
+
+def list_run_warnings(results: Results, run: RunResults) -> list[str]:
+    """Return the stored warnings about the numbers of a training run, each once: of the reference and its evaluations.
+
+    The warning that a distance is not below a Gaussian's is included only for the last snapshot.
+    """
+    gaussian_limit = describe_gaussian_limit(results.reference)
+    warnings = list(results.reference.get("warnings", []))
+    for snapshot in run.snapshots:
+        messages = snapshot.evaluation.get("warnings") or []
+        if snapshot is not run.last_snapshot:
+            messages = [message for message in messages if message != gaussian_limit]
+        warnings += messages
+    return list(dict.fromkeys(warnings))
+
+
+def find_warnings(results: Results, measurements: MethodMeasurements | None = None) -> Iterator[str]:
+    """Yield a sentence for everything that limits what the numbers may be used for, besides `leading_warnings`.
+
+    - Stage `reference` has stored a warning.
     - Learned samplers have not moved from their start.
-    - The primary metric rises during training, or ends no lower than a Gaussian's.
-    - The distance cannot rank methods. If it is the primary metric, `summarise_outcome` reports that instead.
-    - Methods are ranked by another metric, and distances end no lower than a Gaussian's.
+    - Distances end no lower than a Gaussian's, or the primary metric rises during training.
     - An evaluation has a warning, or a run is not bit-exact; a run whose record has no reason is treated as bit-exact.
     - There is only one seed, or training times are missing or of different machines.
 
     More than 12 warnings about unmoved samplers, or about the primary metric, are shortened to five and a count.
+
+    Args:
+        results: results of an experiment.
+        measurements: its measurements for the metric that methods are compared by; None: the primary metric.
     """
+    if measurements is None:
+        measurements = results.measurements
+    stored_warnings = [*find_instrument_faults(results.reference), *results.reference.get("warnings", [])]
+    for warning in dict.fromkeys(stored_warnings):  # each once
+        if warning not in measurements.instrument_faults:
+            yield warning
     unmoved_warnings = list(_find_unmoved_samplers(results))
     yield from _shorten(unmoved_warnings, "training runs have samplers that learn but have not moved from their start")
-    if results.primary_metric != results.distance_metric:  # otherwise the outcome reports the reason
-        reason = reason_not_to_rank(results.reference)
-        if reason:
-            yield reason
-        else:
-            yield from _find_distances_above_gaussian(results)
-    gaussian = results.reference["rows"].get("gaussian", {}).get(results.primary_metric)
-    metric_warnings: list[str] = []
+    distances = results.measurements_of(results.distance_metric)
+    gaussian_is_a_reason = measurements.reasons_not_to_rank and not measurements.instrument_faults
+    if distances.gaussian_warning and not gaussian_is_a_reason:
+        yield distances.gaussian_warning
+    rises: list[str] = []
     for method in results.methods:
-        metric_warnings += _find_metric_warnings(method, build_curve(results.measurements, method), gaussian)
-    yield from _shorten(metric_warnings, f"warnings of these kinds; {results.folder}/summary.csv has all values")
-    yield from _find_evaluation_warnings(results)
+        rises += _find_rises(method, build_curve(results.measurements, method))
+    yield from _shorten(rises, f"warnings of this kind; {results.folder}/summary.csv has all values")
+    yield from _find_evaluation_warnings(results, distances)
     reasons_by_run = [run.record["provenance"].get("inexact_because") or [] for run in results.runs]
     for inexact_reason in dict.fromkeys(chain.from_iterable(reasons_by_run)):  # each reason once
         yield f"Not bit-exact: {inexact_reason}."
@@ -216,13 +260,23 @@ def _shorten(warnings: list[str], subject: str) -> Iterator[str]:
         yield f"{len(warnings) - 5} more {subject}."
 
 
-def _find_evaluation_warnings(results: Results) -> Iterator[str]:
-    """Yield each warning in the evaluation records once, with the first of its evaluations and the number of others."""
+def _find_evaluation_warnings(results: Results, distances: MethodMeasurements) -> Iterator[str]:
+    """Yield each warning in the evaluation records once, with the first of its evaluations and the number of others.
+
+    Warnings of the reference are left out. The warning that a distance is not below a Gaussian's counts for the last
+    snapshot of a run alone. It is left out if it is true of the mean of the run's method, in `distances`.
+    """
+    gaussian_limit = describe_gaussian_limit(results.reference)
     evaluations_by_message: dict[str, list[str]] = defaultdict(list)
     for run, snapshot in results.run_snapshots:
+        concerns_single_run = snapshot is run.last_snapshot and run.method not in distances.methods_above_gaussian
         for message in snapshot.evaluation.get("warnings") or []:
+            if message == gaussian_limit and not concerns_single_run:
+                continue
             evaluations_by_message[message].append(f"{run.method} seed {run.seed} step {snapshot.step:,}")
     for message, evaluations in evaluations_by_message.items():
+        if message in find_instrument_faults(results.reference):
+            continue
         subject = evaluations[0]
         other_count = len(evaluations) - 1
         if other_count:
@@ -230,36 +284,11 @@ def _find_evaluation_warnings(results: Results) -> Iterator[str]:
         yield f"{subject}: {message}."
 
 
-def _find_distances_above_gaussian(results: Results) -> Iterator[str]:
-    """Yield one warning with all methods whose Fréchet distance does not end below that of a fitted Gaussian.
+def _find_rises(method: str, curve: Curve) -> Iterator[str]:
+    """Yield a warning for each rise of a method's primary metric between two neighbouring snapshots.
 
-    Distances are means over seeds at the last common snapshot. Nothing is yielded if there are no such methods, or if
-    the Gaussian's reference row is missing.
+    A rise must exceed the sum of the two standard deviations. With an unknown standard deviation there is no warning.
     """
-    gaussian = results.reference["rows"].get("gaussian", {}).get(results.distance_metric)
-    if gaussian is None:
-        return
-    common = results.measurements.common_measurements
-    methods_above = []
-    for method in results.methods:
-        distance = float(common.values_of(method, results.distance_metric).iloc[:, -1].mean())
-        if distance >= gaussian:
-            methods_above.append(f"{method} ({format_number(distance)})")
-    if methods_above:
-        limit = f"{format_number(gaussian)} of a Gaussian fitted to the data"
-        yield f"{results.distance_metric} is not below the {limit}: {join_first_names(methods_above)}. Train longer."
-
-
-def _find_metric_warnings(method: str, curve: Curve, gaussian: float | None) -> Iterator[str]:
-    """Yield warnings about a method whose primary metric ends no lower than a Gaussian's or rises during training.
-
-    Each rise between two neighbouring snapshots by more than the sum of their standard deviations has a warning. With
-    an unknown standard deviation there is none. `gaussian` is the Gaussian's value, or None if unknown.
-    """
-    final_value = curve.mean[-1]
-    if gaussian is not None and final_value >= gaussian:
-        limit = f"not below a Gaussian fitted to the data, {format_number(gaussian)}"
-        yield f"{method} ends at {format_number(final_value)}, {limit}."
     for before, after in pairwise(range(len(curve.mean))):  # indices of neighbouring snapshots
         if curve.mean[after] - curve.mean[before] > curve.std[before] + curve.std[after]:
             start = f"{curve.steps[before]:,.0f} ({format_number(curve.mean[before])})"

@@ -62,6 +62,7 @@ def render_page(results: Results, figures: Path) -> str:
         validation=_validation_size(results),
         last_step=max(snapshot.step for _, snapshot in results.run_snapshots),
         ranked=comparisons[0].is_ranked,
+        metric_can_rank=comparisons[0].metric_can_rank,
         styles=styles,
         other_color=BAND,
         rows_shown=_ROWS_SHOWN,

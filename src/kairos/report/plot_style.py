@@ -26,6 +26,7 @@ from kairos_timesteps.components import PROCESSES
 DPI = 160  # resolution of PNG files
 # colours of texts and lines, of secondary texts and lines, and of the band of methods without a style
 INK, MUTED, BAND = "#1f2328", "#667079", "#c3c9ce"
+WARNING = "#8a5300"
 # Okabe and Ito's palette, distinct in every common colour blindness; its yellow is too light, and the baseline is black
 _COLORS = cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3"])
 _MARKERS = cycler(marker=["s", "D", "^", "v", "P", "X", "p"])

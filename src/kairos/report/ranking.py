@@ -5,7 +5,7 @@ a two-sided paired t-test on the logarithm of the final distance. The p-values a
 Statist. 6, 1979) over all pairs. If methods differ only by chance, at most 5 % of the tables contain a difference. The
 t-test assumes normal noise: with skewed noise that is ten times larger for some methods, 9 to 13 % of the tables
 contain a difference.
-Nothing is tested with fewer than five seeds.
+Nothing is tested with fewer than five seeds, or if the metric cannot rank the methods.
 """
 
 import math
@@ -112,6 +112,7 @@ class MethodComparison:
             that value.
         time_factor: speed-up in training time: seconds that the baseline needs for its final value, over the method's
             seconds for that value.
+        metric_can_rank: False if the metric cannot rank these methods, see `MethodMeasurements.reasons_not_to_rank`.
     """
 
     method: str
@@ -123,11 +124,12 @@ class MethodComparison:
     validation_losses: dict[str, tuple[float, float]]
     step_factor: Ratio | None
     time_factor: Ratio | None
+    metric_can_rank: bool = True
 
     @property
     def is_ranked(self) -> bool:
-        """True if there are enough seeds to rank methods."""
-        return self.seed_count >= MIN_SEEDS
+        """True if the metric can rank methods, and there are enough seeds."""
+        return self.metric_can_rank and self.seed_count >= MIN_SEEDS
 
     @property
     def may_be_best(self) -> bool:
@@ -167,8 +169,8 @@ def compare_methods(measurements: MethodMeasurements) -> list[MethodComparison]:
     """Compare all methods at their last common snapshot; the method with the best value of the metric comes first.
 
     Curves, values and costs end at that snapshot. Ratios, tests and ranks are over the seeds for which every method has
-    a positive value. With fewer than five such seeds, nothing is tested, and every method may have every rank. Without
-    a baseline, `ratio_to_baseline` and the factors are None.
+    a positive value. With fewer than five such seeds, or with a metric that cannot rank, nothing is tested, and every
+    method may have every rank. Without a baseline, `ratio_to_baseline` and the factors are None.
 
     Raises:
         KairosError: no snapshot after step 0 is evaluated for all methods.
@@ -181,6 +183,9 @@ def compare_methods(measurements: MethodMeasurements) -> list[MethodComparison]:
     seed_is_usable = has_logarithm.all(axis=0)  # all methods have a positive value
     final_values = final_values[:, seed_is_usable]
     ratios = compare_pairs(np.log(final_values))
+    metric_can_rank = not measurements.reasons_not_to_rank
+    if not metric_can_rank:
+        ratios = ratios._replace(p_values=np.full_like(ratios.p_values, np.nan))
     is_better = ratios.values > 1 if common.higher_is_better else ratios.values < 1
     is_significant = ratios.p_values < SIGNIFICANCE_LEVEL  # False for NaN: nothing is tested
     ends_better = is_significant & is_better  # [a, b]: a ends better than b
@@ -213,6 +218,7 @@ def compare_methods(measurements: MethodMeasurements) -> list[MethodComparison]:
             validation_losses={name: _mean_and_std(values) for name, values in losses.items()},
             step_factor=step_factor,
             time_factor=time_factor,
+            metric_can_rank=metric_can_rank,
         )
         comparisons.append(comparison)
     return sorted(comparisons, key=lambda comparison: comparison.curve.mean[-1], reverse=common.higher_is_better)

@@ -15,7 +15,7 @@ import yaml
 from kairos.files import atomic_folder, glance, write_text
 from kairos.milestones import check_milestone, step_name
 from kairos.models.settings import omit_overridden_size
-from kairos.report import formatting
+from kairos.report import findings, formatting
 from kairos.report.collect import Results
 from kairos.report.sample_figures import load_sample_grid
 from kairos.tracking import run_content
@@ -23,14 +23,16 @@ from kairos_timesteps.errors import KairosError, demand
 
 
 def write_tensorboard(results: Results, out: Path) -> None:
-    """Write event files of TensorBoard: curves at their recorded times, and sample grids by step.
+    """Write event files of TensorBoard: curves at their recorded times, sample grids by step, and warnings.
 
-    The files of a training run are in the folder ``<out>/<method>/seed<seed>``. Grids have the tag ``samples``.
+    The files of a training run are in the folder ``<out>/<method>/seed<seed>``. Grids have the tag ``samples``. The
+    warnings of the experiment are a text with the tag ``warnings``.
 
     Raises:
         KairosError: TensorBoard is not installed, or metrics.jsonl of a run is damaged.
     """
     tensorboard = _import_package("tensorboard", "torch.utils.tensorboard")
+    warnings = findings.list_warnings(results)
     for run in results.runs:
         with tensorboard.SummaryWriter(str(out / run.method / f"seed{run.seed}")) as writer:
             for point in run_content.collect_points(run):
@@ -39,18 +41,22 @@ def write_tensorboard(results: Results, out: Path) -> None:
             for snapshot in run.snapshots:
                 image = load_sample_grid(snapshot.grid_file)
                 writer.add_image("samples", image, snapshot.step, dataformats="HWC")
+            if warnings:
+                writer.add_text("warnings", "\n\n".join(warnings))
 
 
 def write_wandb(results: Results, out: Path) -> None:
     """Write offline runs of Weights & Biases into folder `out`, one per training run; ``wandb sync`` sends them.
 
     The project has the name of the experiment, and a group the name of a method. Curves and sample grids are logged by
-    step, without recorded times. A grid is left out if no curve has a point at its step.
+    step, without recorded times. A grid is left out if no curve has a point at its step. The warnings of the experiment
+    are the notes of each run.
 
     Raises:
         KairosError: wandb is not installed, or metrics.jsonl of a run is damaged.
     """
     wandb = _import_package("wandb", "wandb")
+    warnings = findings.list_warnings(results)
     for run in results.runs:
         grid_files = {snapshot.step: snapshot.grid_file for snapshot in run.snapshots}
         with wandb.init(
@@ -60,6 +66,7 @@ def write_wandb(results: Results, out: Path) -> None:
             dir=str(out),
             mode="offline",
             config=run_content.flatten_parameters(results.experiment, run.method, run.seed),
+            notes="\n\n".join(warnings),
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
             reinit="finish_previous",  # this process writes several runs, one after another
         ) as wandb_run:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _CURVE_POINTS = 500  # largest number of points of a curve: a database takes seconds for ten thousand
 _PARAM_LIMIT = 6000  # characters of a parameter
+_TAG_LIMIT = 4900  # characters of a tag: older servers accept 5,000
 IDENTIFYING_TAGS = tuple(f"kairos.{name}" for name in ("experiment", "role", "method", "seed", "identity"))
 COMMIT = "mlflow.source.git.commit"  # a tag that later imports do not change
 _UNKNOWN_START = datetime(2000, 1, 1, tzinfo=UTC)  # start of a training run without recorded times
@@ -223,9 +224,11 @@ def build_tags(results: "Results", run: "RunResults") -> dict[str, str]:
     """Return the tags of a training run that do not identify it; entries of its provenance that are None are left out.
 
     The tags are hashes of the data set, autoencoder, extractor and reference, hashes of the components that the run
-    wrote, its provenance, and the tags of `build_source_tags`. Tag ``kairos.machine`` is the kind of machine that
-    the run's times were measured on; it is left out without times.
+    wrote, its provenance, its warnings, and the tags of `build_source_tags`. Tag ``kairos.machine`` is the kind of
+    machine that the run's times were measured on; it is left out without times.
     """
+    from kairos.report.findings import list_run_warnings
+
     record = run.record
     machines = run.machines_until(run.last_snapshot.step)
     return {
@@ -233,6 +236,8 @@ def build_tags(results: "Results", run: "RunResults") -> dict[str, str]:
         "kairos.autoencoder": str(results.autoencoder["sha256"]),
         "kairos.extractor_hash": results.reference["extractor_hash"],
         "kairos.reference_hash": results.reference["reference_hash"],
+        # not left out without warnings, so that it replaces the tag of an earlier import
+        "kairos.warnings": "\n".join(list_run_warnings(results, run))[:_TAG_LIMIT] or "none",
         **{f"kairos.sha256.{name}": digest for name, digest in record["components"].items()},
         **{f"kairos.provenance.{key}": str(value) for key, value in record["provenance"].items() if value is not None},
         **({"kairos.machine": "; ".join(machines)} if machines else {}),

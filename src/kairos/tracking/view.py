@@ -9,7 +9,7 @@ from string import Template
 from kairos.report import compare, formatting, ranking
 from kairos.report.collect import Results
 from kairos.report.equal_time import describe_clock
-from kairos.report.findings import summarise_outcome
+from kairos.report.findings import find_warnings, summarise_outcome
 from kairos.tracking.mlflow_store import Client
 from kairos_timesteps.errors import KairosError
 
@@ -20,7 +20,9 @@ _RUNS_WORKSPACE = "workflowType=machine_learning"  # selects the one of MLflow's
 # columns of the note's table, a selection from `build_comparison_table`
 _COLUMNS = ["method", "seeds", "value", "difference", "low", "high", "p_value", "speedup_steps", "speedup_seconds"]
 _HEADING_METHODS = 5  # largest number of methods in the heading of a note
-_TABLE_LIMIT = 3500  # characters: older servers accept tags of 5,000
+# characters of the table and of the warnings: older servers accept tags of 5,000
+_TABLE_LIMIT = 2600
+_WARNINGS_LIMIT = 900
 
 
 def build_experiment_tags(results: Results, outcome: str, parent_id: str, experiment_id: str) -> dict[str, str]:
@@ -50,11 +52,11 @@ def build_experiment_tags(results: Results, outcome: str, parent_id: str, experi
 
 
 def build_note(results: Results) -> str:
-    """Return the comparison of methods in Markdown: a heading, the outcome, and a table.
+    """Return the comparison of methods in Markdown: a heading, the outcome, warnings, and a table.
 
     Heading and table list the methods by the primary metric, the lowest value first. The heading lists at most five
-    methods. The table is cut to the rows that fit into a tag. If the results cannot be compared, the note is only the
-    reason.
+    methods. Table and warnings are cut to the lines that fit into a tag. If the results cannot be compared, the note is
+    only the reason.
     """
     try:
         rows = ranking.compare_methods(results.measurements)
@@ -67,23 +69,32 @@ def build_note(results: Results) -> str:
     # heading; the table's rows are in order, the lowest value first
     best, *others = (f"{method} {value}" for method, value in zip(table["method"], values))
     first_methods = ", ".join([f"**{best}**", *others[: _HEADING_METHODS - 1]])
-    too_few_seeds = "" if rows[0].is_ranked else f" (too few seeds to rank: {rows[0].seed_count})"
-    heading = f"{results.primary_metric}, lowest first{too_few_seeds}: {first_methods}"
+    not_ranked = ""
+    if not rows[0].metric_can_rank:
+        not_ranked = " (not ranked, see the reason below)"
+    elif not rows[0].is_ranked:
+        not_ranked = f" (too few seeds to rank: {rows[0].seed_count})"
+    heading = f"{results.primary_metric}, lowest first{not_ranked}: {first_methods}"
 
-    # outcome and table
+    # outcome, warnings and table
     outcome = " ".join([*summarise_outcome(results, rows), describe_clock(results.measurements, results.runs)])
     columns = table.assign(value=values)[_COLUMNS].rename(columns={"value": results.primary_metric})
-    return "\n\n".join([heading, outcome, _cut_table(compare.format_table(columns, "md"))])
+    paragraphs = [heading, outcome]
+    warnings = "\n".join(f"- {warning}" for warning in find_warnings(results))
+    if warnings:
+        paragraphs.append(f"Before you rely on these numbers:\n\n{_cut_lines(warnings, _WARNINGS_LIMIT)}")
+    paragraphs.append(_cut_lines(compare.format_table(columns, "md"), _TABLE_LIMIT))
+    return "\n\n".join(paragraphs)
 
 
-def _cut_table(table: str) -> str:
-    """Return the first lines of a table, up to `_TABLE_LIMIT` characters, and a sentence with the omitted rows' number.
+def _cut_lines(text: str, limit: int) -> str:
+    """Return the first lines of a text, up to `limit` characters, and a sentence with the number of omitted lines.
 
-    A table within the limit is returned without that sentence.
+    A text within the limit is returned without that sentence.
     """
-    lines = table.splitlines()
+    lines = text.splitlines()
     line_ends = list(accumulate(len(line) + 1 for line in lines))  # characters up to the end of each line
-    shown_count = bisect(line_ends, _TABLE_LIMIT)  # number of lines that end within the limit
+    shown_count = bisect(line_ends, limit)  # number of lines that end within the limit
     omitted_count = len(lines) - shown_count
     more = f"\n\n{omitted_count} more are in the report." if omitted_count else ""
     return "\n".join(lines[:shown_count]) + more
