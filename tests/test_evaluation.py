@@ -200,7 +200,7 @@ def test_samples_and_records_contain_their_protocol_and_metrics(results):
         )
         for name in ("extractor_hash", "reference_hash", "spacing", "clip", "sample_seed", "eval_seed", "scheduler"):
             assert protocol[name] is not None, name
-        assert record["warnings"] == []
+        assert len(record["warnings"]) == 1 and "not below" in record["warnings"][0]  # after few steps
         # the output of an untrained DiT is zero
         assert record["validation"]["loss_epsilon"] == pytest.approx(1.0, abs=0.1)
         assert protocol["sample_precision"] == protocol["eval_precision"] == "fp32"

@@ -63,10 +63,10 @@ def test_every_class_is_drawn_equally_often():
     labels = np.array([0] * 50 + [1] * 7 + [3] * 3)  # no image of class 2
     images = np.random.default_rng(0).permutation(60)
     balanced = BalancedImages(images, labels)
-    drawn = balanced[np.arange(len(balanced))]
-    assert np.array_equal(drawn[:60], images)
-    assert np.bincount(labels[drawn]).tolist() == [50, 50, 0, 50]
-    repetitions = np.bincount(drawn)
+    selected = balanced[np.arange(len(balanced))]
+    assert np.array_equal(selected[:60], images)
+    assert np.bincount(labels[selected]).tolist() == [50, 50, 0, 50]
+    repetitions = np.bincount(selected)
     for label in (0, 1, 3):
         assert np.ptp(repetitions[labels == label]) <= 1
     even = np.array([4, 2, 0, 5, 3, 1])

@@ -74,7 +74,7 @@ def test_tables_of_all_formats_contain_the_warning_and_no_p_value(tree, warning,
     assert all(not row["p_value"] for row in csv.DictReader(io.StringIO(texts["csv"])))
     assert main(["compare", str(folder), "--out", str(tmp_path / "table.txt")]) == 0
     assert warning in (tmp_path / "table.txt").read_text() and warning in capsys.readouterr().err
-    assert main(["compare", str(folder), "--metric", "val_loss"]) == 0  # no Gaussian has a loss, so it ranks
+    assert main(["compare", str(folder), "--metric", "val_loss_epsilon"]) == 0  # no Gaussian has a loss, so it ranks
     assert "not ranked" not in capsys.readouterr().out
     assert main(["compare", "--index", str(folder.parent), "--out", str(tmp_path / "index.html")]) == 0
     assert warning in (tmp_path / "index.html").read_text()

@@ -68,9 +68,9 @@ def reason_not_to_rank(reference: Mapping[str, Any]) -> str | None:
     * The deviation of a Gaussian row with one set of samples is None; the real images' deviation replaces it.
 
     Args:
-        reference: content of reference.json; rows ``floor`` and ``gaussian`` are used.
+        reference: record of the real images; rows ``floor`` and ``gaussian`` are used.
     """
-    metric, rows = reference["metric"], reference["rows"]
+    metric, rows = reference.get("metric"), reference.get("rows", {})  # moments of other programs have neither
     real, gaussian = rows.get("floor", {}), rows.get("gaussian", {})
     if metric not in real or metric not in gaussian:
         return None
