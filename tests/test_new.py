@@ -70,7 +70,12 @@ def test_classes_and_image_sizes_determine_the_experiment(write_for, tmp_path):
     assert "330 images in 2 folders, which are classes; the smallest has 165" in text
     assert "2 sizes; the median of the shorter side is 28" in text
     assert "30 are not square and lose 30 % of their area" in text
-    assert values["evaluation"]["extractor"] == {"name": "classifier", "features": 32, "steps": 30}
+    assert values["evaluation"]["extractor"] == {
+        "name": "classifier",
+        "features": 32,
+        "steps": 30,
+        "fallback": "selfsupervised",
+    }
     assert values["evaluation"]["num_samples"] == 66
 
 

@@ -106,7 +106,7 @@ def test_the_page_of_a_complete_experiment_links_its_results(results: Path) -> N
         assert 'href="/report.html"' in text and 'href="/logs/train_uniform_seed0_1.log"' in text
         assert 'src="/uniform/seed0/samples/0000400.png"' in text
         evaluation = json.loads((results / "uniform/seed1/evaluation/0000400.json").read_bytes())
-        assert f"{evaluation['validation']['loss']:#.4g}<small>at step 400" in text
+        assert f"{evaluation['validation']['loss_epsilon']:#.4g}<small>epsilon, at step 400" in text
         kinds = {"report.html": "text/html", "logs/train_uniform_seed0_1.log": "text/plain; charset=utf-8",
                  "uniform/seed0/metrics.jsonl": "text/plain; charset=utf-8", "summary.bin": "application/octet-stream",
                  "uniform/seed0/samples/0000400.png": "image/png"}  # fmt: skip

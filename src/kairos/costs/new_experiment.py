@@ -271,6 +271,7 @@ def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict
     # fewer steps of the networks that are trained before the methods
     autoencoder, extractor = plain["autoencoder"], plain["evaluation"]["extractor"]
     extractor["name"] = "selfsupervised"  # the network of `classifier`; fewer images may lack some of a small class
+    extractor.pop("fallback", None)  # an option of `classifier` alone
     for stage, settings in (("autoencoder", autoencoder), ("extractor", extractor)):
         short_steps = min(_SHORT_RUN[stage], settings["steps"])
         factors[stage] = settings["steps"] / short_steps

@@ -375,6 +375,7 @@ class Results:
                 "step": snapshot.step,
                 "images_seen": snapshot.record["images_seen"],
                 "train_seconds": run.seconds_by_step.get(snapshot.step) if snapshot.step else 0.0,
+                "warnings": "; ".join(snapshot.evaluation.get("warnings") or []),
                 "machine": "; ".join(run.machines_until(snapshot.step)) or None,
             }
             rows.append(row | snapshot.measured_values | snapshot.evaluation["protocol"])

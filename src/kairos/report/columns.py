@@ -34,6 +34,7 @@ OPTIONAL_PROTOCOL = {
 LAST_COLUMNS = {
     "extractor": "name of the feature extractor",
     "identity": "SHA-256 of everything that decides the training run",
+    "warnings": "warnings about the numbers of the row, separated by `;`",
     "machine": "kind of machine that `train_seconds` was measured on; several of a resumed run are separated by `;`",
 }
 # meaning of a column that ends in _spread, for the column without this ending

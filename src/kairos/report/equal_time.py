@@ -59,7 +59,8 @@ def compare_at_equal_time(measurements: MethodMeasurements) -> EqualTimeComparis
     """Compare all methods after the training time of the run that first reaches the last common snapshot.
 
     The time is the shortest of all methods and seeds, so that no value is extrapolated. Tests are those of
-    `compare_pairs`. The result is None if `why_times_are_not_compared` has a reason.
+    `compare_pairs`. They are left out if the metric cannot rank the methods. The result is None if
+    `why_times_are_not_compared` has a reason.
 
     Raises:
         KairosError: no snapshot after step 0 is evaluated for all methods.
@@ -73,6 +74,8 @@ def compare_at_equal_time(measurements: MethodMeasurements) -> EqualTimeComparis
     has_logarithm = np.isfinite(values) & (values > 0)
     usable_values = values[:, has_logarithm.all(axis=0)]
     ratios = compare_pairs(np.log(usable_values))
+    if measurements.reasons_not_to_rank:  # as in `compare_methods`
+        ratios = ratios._replace(p_values=np.full_like(ratios.p_values, np.nan))
     baseline_index = common.methods.index(common.baseline) if common.baseline else None
     methods = []
     for index, (method, curve) in enumerate(zip(common.methods, curves)):
