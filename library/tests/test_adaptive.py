@@ -312,7 +312,7 @@ def test_strata_cover_all_timesteps_once_and_contain_the_measured_one(schedule, 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_strata_estimate_the_vlb_of_a_linear_predictor(schedule):
-    """For Gaussian data of unit variance, the least error of epsilon is alpha-bar, and the VLB's terms are c_t alpha-bar.
+    """For Gaussian data of unit variance the least error of epsilon is alpha-bar, and the VLB's terms c_t alpha-bar.
 
     The middles of 100 equal intervals miss more than a tenth of it.
     """
@@ -417,7 +417,7 @@ def test_weights_before_the_step_are_measured_and_those_after_it_are_restored_bi
     optimizer = torch.optim.Adam(network.parameters(), lr=0.1)
     plain = copy.deepcopy(network)
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
-    for step in range(6):
+    for _ in range(6):
         x0 = torch.randn(4, 1, 4, 4)
         draw = strategy.draw(x0)
         noise = torch.randn_like(x0)

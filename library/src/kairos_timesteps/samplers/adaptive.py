@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Cost, MeasuresNetwork, Observation, Sampler
@@ -83,8 +84,8 @@ class Adaptive(MeasuresNetwork, Sampler):
     selected: int = option(3, "|S|: timesteps that the reward is measured at", ge=1)
     lr: float | None = option(
         None,
-        "learning rate of the policy; null: 1e-2 on the linear and the quadratic schedule, 1e-3 on cosine (Kim et al., "
-        "table 7), and 1e-3 on all others, for which no value is published. In latents the paper has 1e-3 (tables 8, 9)",
+        "learning rate of the policy; null: the paper's of table 7, 1e-2 on the linear and quadratic schedule, 1e-3 on "
+        "cosine; 1e-3 on all others, for which no value is published. In latents the paper has 1e-3 (tables 8, 9)",
         gt=0,
     )
     entropy: float = option(1e-2, "weight of the policy's entropy", ge=0)
@@ -166,6 +167,7 @@ class Adaptive(MeasuresNetwork, Sampler):
                 torch.default_generator.manual_seed(derived_seed(self.seed, "policy"))
                 self.policy = Policy(channels, self.width, self.depth)
             self.policy.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+            assert self.lr is not None  # set at construction
             self.optimizer = Adam(self.policy.parameters(), lr=self.lr)
         return self.policy
 
@@ -302,7 +304,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         return self._losses(observation, index, self.features, noise)
 
     def _measure_rewards(self, observation: Observation, noise: str) -> Any:
-        """Measure the c_t-weighted losses of all images at S, float64 (global batch, |S|) on the CPU; None without S."""
+        """Measure the c_t-weighted losses of all images at S, float64 (global batch, |S|); None without S."""
         if self.reward_timesteps is None:
             return None
         size = observation.coordinates.batch_size
@@ -479,7 +481,7 @@ class AdaptivePaper(Adaptive):
     selection = "same"
 
 
-def stratify_timesteps(schedule: NoiseSchedule, count: int) -> tuple[Array, Array]:
+def stratify_timesteps(schedule: NoiseSchedule, count: int) -> tuple[NDArray[np.int64], Array]:
     """Divide all timesteps into strata, and return one timestep of each with the share of timesteps in its stratum.
 
     The first and the last timestep are strata of their own, because a coefficient of the VLB may be largest there. The
