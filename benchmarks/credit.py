@@ -234,9 +234,8 @@ def main() -> None:
                 f"{name:<50} {last['forwards_per_measurement']:5.1f} {cells.get(1, ''):>14} {cells.get(10, ''):>14} "
                 f"{every:>20} {last['forwards_for_half']:>7} {agree[0]:>5} {agree[1]:>5}"
             )
-        print(
-            f"{'features':<50} {'cost':>5} {'VLB':>5} {'Delta, one':>12} {'Delta, batch':>13} {'S apart':>8} {'S predicts':>11}"
-        )
+        header = f"{'features':<50} {'cost':>5} {'VLB':>5} {'Delta, one':>12} {'Delta, batch':>13}"
+        print(f"{header} {'S apart':>8} {'S predicts':>11}")
         for name in dict.fromkeys(row["features"] for row in features):
             matching = [row for row in features if (row["schedule"], row["features"]) == (schedule, name)]
             cells = [
