@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="*", default=["linear", "cosine"])
     parser.add_argument("--steps", nargs="*", type=int, default=[100, 300, 900], help="steps of training")
     parser.add_argument("--measurements", type=int, default=45, help="per estimator and step")
+    parser.add_argument("--features", action="store_true", help="only the feature vectors of the adaptive sampler")
     parser.add_argument("--quick", action="store_true", help="a test run: one schedule, little of everything")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -213,7 +214,8 @@ def main() -> None:
                 for _ in train(training, until):
                     pass
                 run = FrozenRun(training)
-                rows += rows_of(run, schedule, arguments.measurements)
+                if not arguments.features:
+                    rows += rows_of(run, schedule, arguments.measurements)
                 agreement_rows = agreement(feature_vectors(run, steps), min(20, steps // 3), 3, 1 / run.size)
                 features += [{"schedule": schedule, "step": until, **row} for row in agreement_rows]
                 print(f"{schedule}, step {until}: {time.perf_counter() - begun:.0f} s", flush=True)
@@ -232,24 +234,29 @@ def main() -> None:
                 f"{name:<50} {last['forwards_per_measurement']:5.1f} {cells.get(1, ''):>14} {cells.get(10, ''):>14} "
                 f"{every:>20} {last['forwards_for_half']:>7} {agree[0]:>5} {agree[1]:>5}"
             )
-        print(f"{'features':<50} {'cost':>5} {'Delta, one':>12} {'Delta, batch':>13} {'S apart':>8} {'S predicts':>11}")
+        header = f"{'features':<50} {'cost':>5} {'VLB':>5} {'Delta, one':>12} {'Delta, batch':>13}"
+        print(f"{header} {'S apart':>8} {'S predicts':>11}")
         for name in dict.fromkeys(row["features"] for row in features):
             matching = [row for row in features if (row["schedule"], row["features"]) == (schedule, name)]
             cells = [
                 f"{np.mean([row[column] for row in matching]):.2f}" if matching[0][column] != "" else ""
-                for column in ("forwards", "delta_with_one_image", "delta_with_batch", "distance_of_S", "S_predicts")
-            ]
-            print(f"{name:<50} {cells[0]:>5} {cells[1]:>12} {cells[2]:>13} {cells[3]:>8} {cells[4]:>11}")
+                for column in (
+                    "forwards", "vlb_ratio", "delta_with_one_image", "delta_with_batch", "distance_of_S", "S_predicts",
+                )
+            ]  # fmt: skip
+            print(f"{name:<50} {cells[0]:>5} {cells[1]:>5} {cells[2]:>12} {cells[3]:>13} {cells[4]:>8} {cells[5]:>11}")
     print(f"{time.perf_counter() - begun:.0f} s")
     if arguments.out:
         options = f"--steps {' '.join(map(str, arguments.steps))} --measurements {arguments.measurements}"
         options += f" --config {arguments.config}" if arguments.config else ""
+        options += " --features" if arguments.features else ""
         how = (
             f"python benchmarks/credit.py {options}: batch "
             f"{run.size}, T {run.schedule.timesteps}, {sum(p.numel() for p in run.network.parameters())} "
             f"parameters, torch {torch.__version__}, {device.type}, 1 thread"
         )
-        write(arguments.out, how, [*means, *rows])
+        if rows:
+            write(arguments.out, how, [*means, *rows])
         write(arguments.out.with_stem(f"{arguments.out.stem}_features"), how, features)
 
 

@@ -1,5 +1,6 @@
 """Feature vectors of the adaptive sampler for `credit.py`: agreement of cheaper vectors with the full one."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from credit_estimators import Array, FrozenRun
 from torch import Tensor
 
 from kairos_timesteps.base import Observation
-from kairos_timesteps.samplers.adaptive import select_timesteps
+from kairos_timesteps.samplers.adaptive import select_timesteps, stratify_timesteps
 
 FEATURES = {  # name: timesteps (None: all), images, which of the independent draws of image and noise
     "all T, one image": (None, "one", 0),
@@ -21,25 +22,40 @@ FEATURES = {  # name: timesteps (None: all), images, which of the independent dr
 }
 
 
-def feature_vectors(run: FrozenRun, count: int) -> dict[str, tuple[Array, Array]]:
+@dataclass(frozen=True)
+class FeatureVector:
+    """Measurements of a feature vector around several optimizer steps.
+
+    Attributes:
+        timesteps: measured timesteps, (n,).
+        shares: share of all timesteps that each one represents, (n,).
+        losses: c_t-weighted losses before each step, (steps, n).
+        changes: how far each step lowers these losses, (steps, n).
+    """
+
+    timesteps: Array
+    shares: Array
+    losses: Array
+    changes: Array
+
+
+def feature_vectors(run: FrozenRun, count: int) -> dict[str, FeatureVector]:
     """Measure every feature vector in `FEATURES` around `count` optimizer steps, each of which is undone.
 
-    Returns its timesteps (n,) and how far each step lowers the c_t-weighted losses at them, (count, n), by name. All
-    vectors are measured around the same optimizer steps, on batches with uniform timesteps. Images and noise differ
+    All vectors are measured around the same optimizer steps, on batches with uniform timesteps. Images and noise differ
     between vectors.
     """
     total = run.schedule.timesteps
     batch_size = run.size
     coefficients = torch.from_numpy(run.schedule.vlb)
-    timesteps_of_vectors = {}  # equidistant
+    strata = {}  # timesteps of each vector and their shares
     for name, (wanted_count, _, _) in FEATURES.items():
-        t_count = min(wanted_count or total, total)
-        timesteps_of_vectors[name] = ((np.arange(t_count) + 0.5) * total / t_count).astype(np.int64)
+        strata[name] = stratify_timesteps(run.schedule, min(wanted_count or total, total))
 
     def measure_losses(observation: Observation) -> dict[str, Tensor]:
         losses = {}
         for name, (_, images, draw) in FEATURES.items():
-            t = timesteps_of_vectors[name]
+            t, _ = strata[name]
             if images == "one":  # another image of the batch for each step and draw
                 indices = torch.full((len(t),), (observation.step * 7 + draw * 13) % batch_size)
             else:  # spread over the batch
@@ -48,6 +64,7 @@ def feature_vectors(run: FrozenRun, count: int) -> dict[str, tuple[Array, Array]
             losses[name] = observation.meter.errors(indices, fractions, name) * coefficients[t]
         return losses
 
+    losses: dict[str, list[Array]] = {name: [] for name in FEATURES}
     changes: dict[str, list[Array]] = {name: [] for name in FEATURES}
     for step in range(count):
         observation = run.observation(*run.batch(step), step)
@@ -57,16 +74,18 @@ def feature_vectors(run: FrozenRun, count: int) -> dict[str, tuple[Array, Array]
         after = measure_losses(observation)
         run.restore()
         for name in FEATURES:
+            losses[name].append(before[name].numpy())
             changes[name].append((before[name] - after[name]).numpy())
-    return {name: (timesteps_of_vectors[name], np.array(rows)) for name, rows in changes.items()}
+    return {name: FeatureVector(*strata[name], np.array(losses[name]), np.array(changes[name])) for name in FEATURES}
 
 
-def agreement(vectors: dict[str, tuple[Array, Array]], queue: int, selected: int, share: float) -> list[dict[str, Any]]:
+def agreement(vectors: dict[str, FeatureVector], queue: int, selected: int, share: float) -> list[dict[str, Any]]:
     """Return a row of the table for each feature vector, and a row "S at random" for random timesteps.
 
-    Delta is the mean of a feature vector; S is the set of selected timesteps. Columns:
+    Delta is the mean of a feature vector, weighted by the shares; S is the set of selected timesteps. Columns:
 
     - forwards: forward passes of a batch per measurement.
+    - vlb_ratio: the VLB before the steps as estimated by the vector, over its value by all T on the batch.
     - delta_with_one_image: correlation over steps of Delta with Delta of all T on one image.
     - delta_with_batch: correlation over steps of Delta with Delta of all T on the batch.
     - distance_of_S: mean distance of S from the S of all T on one image, as a share of T.
@@ -80,15 +99,17 @@ def agreement(vectors: dict[str, tuple[Array, Array]], queue: int, selected: int
         share: forward passes of a batch that one sample costs.
     """
     one_image, another_image, whole_batch = list(vectors)[:3]  # the vectors of all T
-    delta = {name: rows.mean(1) for name, (_, rows) in vectors.items()}
-    all_timesteps, changes_of_another_image = vectors[another_image]
+    delta = {name: vector.changes @ vector.shares for name, vector in vectors.items()}
+    vlb = {name: float((vector.losses @ vector.shares).mean()) for name, vector in vectors.items()}
+    all_timesteps, changes_of_another_image = vectors[another_image].timesteps, vectors[another_image].changes
     count = len(changes_of_another_image)
     queues = [np.arange(start, start + queue) for start in range(0, count - queue + 1, queue)]  # steps
     random = np.random.default_rng(0)
 
     def select(name: str, steps: Array) -> Array:
-        t, rows = vectors[name]
-        return t[select_timesteps(torch.from_numpy(rows[steps]), selected).numpy()]
+        vector = vectors[name]
+        shares = torch.from_numpy(vector.shares)
+        return vector.timesteps[select_timesteps(torch.from_numpy(vector.changes[steps]), selected, shares).numpy()]
 
     def score_prediction(selected_timesteps: Array, steps: Array) -> float:
         other_steps = np.setdiff1d(np.arange(count), steps)
@@ -113,7 +134,8 @@ def agreement(vectors: dict[str, tuple[Array, Array]], queue: int, selected: int
         rows.append(
             {
                 "features": name,
-                "forwards": 2 * len(vectors[name][0]) * share if is_vector else "",
+                "forwards": 2 * len(vectors[name].timesteps) * share if is_vector else "",
+                "vlb_ratio": vlb[name] / vlb[whole_batch] if is_vector else "",
                 "delta_with_one_image": correlation(delta[name], delta[one_image]) if is_vector else "",
                 "delta_with_batch": correlation(delta[name], delta[whole_batch]) if is_vector else "",
                 "distance_of_S": float(np.mean(distances)) / len(all_timesteps),

@@ -36,7 +36,7 @@ from kairos_timesteps.weightings.uncertainty import Uncertainty
 FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.component, FixedDensity))
 COMBINED = ("range", "shift", "mixture", "by_group", "schedule")
 LEARNED = sorted(set(SAMPLERS) - set(FIXED))
-DEPENDS_ON_IMAGES = ("adaptive", "adaptive_official")
+DEPENDS_ON_IMAGES = ("adaptive", "adaptive_official", "adaptive_paper")
 DISCRETE = ("linear", "cosine", "quadratic")
 CONTINUOUS = ("edm", "fdm", "flow", "vp")
 SMALLEST_T = 10  # options that are timesteps are below this number

@@ -1,5 +1,8 @@
 """The adaptive sampler: selection of timesteps, measurement, learning, state, and the variant of the public code."""
 
+import copy
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,7 @@ from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.randomness import Stream
-from kairos_timesteps.samplers.adaptive import select_timesteps
+from kairos_timesteps.samplers.adaptive import select_timesteps, stratify_timesteps
 from kairos_timesteps.strategy import Strategy
 
 
@@ -42,9 +45,18 @@ class Bandit:
         self.calls = []
 
     def errors(self, index, t, noise, dropout=False):
-        self.calls.append((index.clone(), t.clone(), noise, dropout))
+        self.calls.append((index.clone(), t.clone(), noise, dropout, self.after))
         timesteps = Stream(0, noise).normal(self.number, range(len(index)), self.x0.shape[1:])
         return (1.0 - (self.gain[index] if self.after else 0.0) + 0.01 * timesteps.flatten(1).mean(1)).double()
+
+    def copy_weights(self):
+        return self.after
+
+    @contextmanager
+    def weights(self, after):
+        own, self.after = self.after, after
+        yield
+        self.after = own
 
     def step(self, k):
         fractions = self.sampler.draw(RandomCoordinates(step=k).for_batch(self.x0), self.x0)
@@ -81,6 +93,7 @@ def test_adaptive_uses_the_same_noise_before_and_after_and_needs_no_policy_step_
         for before, after in zip(bandit.calls[:half], bandit.calls[half:], strict=True):
             assert all(torch.equal(x, y) for x, y in zip(before[:2], after[:2], strict=True)) and before[2] == after[2]
             assert not before[3] and not after[3]
+            assert not before[4] and after[4]
         assert sampler.updates == max(0, k - 2)
     assert len(sampler.reward_timesteps) == 3
 
@@ -189,8 +202,10 @@ def test_official_selection_ignores_the_sign_and_takes_the_first_timesteps_for_t
     target = torch.linspace(-1, 1, 10, dtype=torch.float64)
     wave = 3 * torch.sin(20 * target)
     queue = torch.stack([-5 * target, 8 * target + wave, 6 * target - wave, 6 * target + 0.1 * wave], 1)
-    sampler = official(selected=2)
+    sampler = make_sampler({"name": "adaptive_official", "selected": 2}, make_schedule("linear", 4))
     assert 0 in sampler.select(queue).tolist() and 0 not in select_timesteps(queue, 2).tolist()
+    paper = make_sampler({"name": "adaptive_paper", "selected": 2}, make_schedule("linear", 4))
+    assert paper.select(queue).tolist() == sampler.select(queue).tolist(), "F has no sign, as printed"
     assert sampler.select(queue[:2]).tolist() == [0, 1]
 
 
@@ -266,3 +281,154 @@ def test_a_policy_requires_images(name):
     with pytest.raises(ConfigError, match="images"):
         strategy.sampler.quantile(np.array([0.5]))
     assert strategy.table()["p"].sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "schedule,lr",
+    [("linear", 1e-2), ("quadratic", 1e-2), ("cosine", 1e-3), ("scaled_linear", 1e-3)],
+)
+@pytest.mark.parametrize("name", ["adaptive", "adaptive_official", "adaptive_paper"])
+def test_the_learning_rate_is_that_of_the_papers_table_for_its_schedules(name, schedule, lr):
+    """Kim et al. 2025, table 7: 1e-2 (linear, quad), 1e-3 (cosine)."""
+    sampler = make_sampler({"name": name}, make_schedule(schedule))
+    x0 = torch.zeros(2, 1, 4, 4)
+    sampler.draw(RandomCoordinates().for_batch(x0), x0)
+    assert sampler.optimizer.param_groups[0]["lr"] == lr
+    assert Strategy(name, "flow").sampler.lr == 1e-3
+    assert make_sampler({"name": name, "lr": 0.5}, make_schedule(schedule)).lr == 0.5
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "quadratic"])
+@pytest.mark.parametrize("timesteps,count", [(1000, 100), (1000, 10), (1000, 3), (50, 49), (50, 50), (7, 1), (2, 2)])
+def test_strata_cover_all_timesteps_once_and_contain_the_measured_one(schedule, timesteps, count):
+    measured, shares = stratify_timesteps(make_schedule(schedule, timesteps), count)
+    sizes = shares * timesteps
+    edges = np.concatenate([[0], np.cumsum(sizes)])
+    assert len(measured) == count and edges[-1] == pytest.approx(timesteps) and (sizes > 0.999).all()
+    assert (measured >= edges[:-1] - 1e-9).all() and (measured < edges[1:]).all()
+    if count >= 3:
+        assert measured[0] == 0 and measured[-1] == timesteps - 1
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_strata_estimate_the_vlb_of_a_linear_predictor(schedule):
+    """For Gaussian data of unit variance the least error of epsilon is alpha-bar, and the VLB's terms c_t alpha-bar.
+
+    The middles of 100 equal intervals miss more than a tenth of it.
+    """
+    process = make_schedule(schedule)
+    terms = process.vlb * process.alphas_cumprod
+    measured, shares = stratify_timesteps(process, 100)
+    estimate = (terms[measured] * shares).sum()
+    assert estimate == pytest.approx(terms.mean(), rel=0.02)
+    even = terms[5::10].mean()
+    assert abs(even / terms.mean() - 1) > 0.1
+
+
+class Network(torch.nn.Module):
+    """A small network with a buffer, whose prediction depends on both."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Conv2d(1, 1, 3, padding=1)
+        self.register_buffer("offset", torch.zeros(1))
+
+    def forward(self, x_t, t):
+        return self.layer(x_t) * (1 + t.view(-1, 1, 1, 1) / 1000) + self.offset
+
+
+def test_the_paper_by_its_letter():
+    """An independent implementation of algorithms 1 and 2 gives equal S, rewards and policies.
+
+    It takes the network's weights before and after each step, and all losses from these.
+    """
+    from sklearn.feature_selection import f_regression
+
+    torch.manual_seed(0)
+    timesteps, batch, frequency, entropy, lr = 20, 8, 2, 0.3, 0.05
+    options = {"frequency": frequency, "entropy": entropy, "lr": lr}
+    strategy = Strategy("adaptive_paper", make_schedule("linear", timesteps), sampler=options)
+    sampler, network = strategy.sampler, Network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    coefficients = torch.from_numpy(strategy.process.schedule.vlb)
+    queue, reference = [], None
+    for step in range(12):
+        x0 = torch.randn(batch, 1, 4, 4)
+        draw = strategy.draw(x0)
+        if reference is None:
+            reference = copy.deepcopy(sampler.policy)
+            reference_optimizer = torch.optim.Adam(reference.parameters(), lr=lr)
+        noise = torch.randn_like(x0)
+        x_t = strategy.process.noised(x0, noise, draw.t)
+        strategy.loss(draw, (network(x_t, draw.t) - noise).square().mean((1, 2, 3))).backward()
+        before = copy.deepcopy(network)
+        with strategy.observe(draw, network=network):
+            optimizer.step()
+        optimizer.zero_grad()
+        if step % frequency:
+            continue
+
+        # algorithm 2
+        coordinates = RandomCoordinates(step=step).for_batch(x0)
+        image = coordinates.stream("measured image").integers(step, batch, range(1)).item()
+
+        def loss_at(model, images, t, name, step=step):
+            times = torch.as_tensor(t).expand(len(images))
+            epsilon = RandomCoordinates(step=step).stream(name).normal(step, torch.arange(len(images)), (1, 4, 4))
+            with torch.no_grad():
+                error = model(strategy.process.noised(images, epsilon, times), times) - epsilon
+            return coefficients[times] * error.square().flatten(1).sum(1).double()
+
+        all_t = torch.arange(timesteps)
+        repeated = x0[image].expand(timesteps, 1, 4, 4)
+        queue.append(loss_at(before, repeated, all_t, "measurement") - loss_at(network, repeated, all_t, "measurement"))
+        if len(queue) < 3:
+            assert sampler.updates == 0
+            continue
+        rows = torch.stack(queue).numpy()
+        statistic, _ = f_regression(rows, rows.mean(1))
+        selected = sorted(np.argsort(-statistic)[:3].tolist())
+        assert sampler.reward_timesteps.tolist() == selected
+        reward = torch.stack(
+            [
+                loss_at(before, x0, t, f"measurement at S {k}") - loss_at(network, x0, t, f"measurement at S {k}")
+                for k, t in enumerate(selected)
+            ]
+        ).mean(0)
+
+        # algorithm 1, line 8, with the entropy in the reward
+        a, b = reference(x0)
+        density = torch.distributions.Beta(a, b)
+        advantage = (reward + entropy * density.entropy()).detach()
+        u = draw.fractions.clamp(1e-6, 1 - 1e-6).float()
+        reference_optimizer.zero_grad()
+        (-(advantage * density.log_prob(u)).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        reference_optimizer.step()
+        for ours, theirs in zip(sampler.policy.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert sampler.updates == 4
+
+
+def test_weights_before_the_step_are_measured_and_those_after_it_are_restored_bit_for_bit():
+    torch.manual_seed(0)
+    network = Network()
+    strategy = Strategy("adaptive_paper", make_schedule("linear", 20), sampler={"frequency": 1})
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.1)
+    plain = copy.deepcopy(network)
+    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for _ in range(6):
+        x0 = torch.randn(4, 1, 4, 4)
+        draw = strategy.draw(x0)
+        noise = torch.randn_like(x0)
+        x_t = strategy.process.noised(x0, noise, draw.t)
+        for model, model_optimizer in ((network, optimizer), (plain, plain_optimizer)):
+            model_optimizer.zero_grad()
+            (model(x_t, draw.t) - noise).square().mean().backward()
+            model.offset += 0.1  # a buffer that changes in training, after the losses
+        strategy.loss(draw, torch.ones(4))
+        with strategy.observe(draw, network=network):
+            optimizer.step()
+        plain_optimizer.step()
+        assert all(map(torch.equal, network.state_dict().values(), plain.state_dict().values()))
+    assert strategy.sampler.updates == 4

@@ -36,6 +36,7 @@ MEASUREMENTS = {"measurement", "measurement after the step", "{} at S {}", "meas
 STATE_KEYS = {
     "adaptive": {"policy", "optimizer", "queue", "selected", "updates", "reward", "last_reward"},
     "adaptive_official": {"policy", "optimizer", "queue", "selected", "updates", "reward", "last_reward"},
+    "adaptive_paper": {"policy", "optimizer", "queue", "selected", "updates", "reward", "last_reward"},
     "auto": {"values", "updates"},
     "first_order": {"values", "updates"},
     "gradient_norm": {"values", "updates"},

@@ -1,6 +1,7 @@
 """Measurements of a network around one optimizer step: losses and gradients at any timesteps, without side effects."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,34 @@ class Meter:
                 gradients = list(torch.autograd.grad(total, parameters, materialize_grads=True))
         distributed.sum_tensors(gradients, self.group)
         return gradients
+
+    def copy_weights(self) -> list[Tensor]:
+        """Return copies of all parameters and buffers of the network, for `weights`.
+
+        Raises:
+            ConfigError: the network is a function, and there is no optimizer.
+        """
+        return [tensor.detach().clone() for tensor in self._tensors()]
+
+    @contextmanager
+    def weights(self, copies: list[Tensor]) -> Iterator[None]:
+        """Give the network the copied weights within the context; its own are restored bit for bit, also on errors."""
+        own_weights = self.copy_weights()
+        try:
+            self._set_weights(copies)
+            yield
+        finally:
+            self._set_weights(own_weights)
+
+    def _set_weights(self, copies: list[Tensor]) -> None:
+        with torch.no_grad():
+            for tensor, copy in zip(self._tensors(), copies, strict=True):
+                tensor.copy_(copy)
+
+    def _tensors(self) -> list[Tensor]:
+        if isinstance(self.network, nn.Module):
+            return [*self.network.parameters(), *self.network.buffers()]
+        return self.parameters()
 
     def noise(self, name: str, positions: Tensor) -> Tensor:
         """Return a measurement's noise at positions of its samples; it does not depend on the number of ranks."""

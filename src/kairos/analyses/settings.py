@@ -18,7 +18,7 @@ from kairos.section import field
 from kairos_timesteps.errors import demand
 
 Reads = Literal["milestone", "strategies", "evaluations", "nothing"]
-ADAPTIVE = ("adaptive", "adaptive_official")  # samplers that have a subset S
+ADAPTIVE = ("adaptive", "adaptive_official", "adaptive_paper")  # samplers that have a subset S
 
 
 class AnalysisOptions(ComponentOptions):

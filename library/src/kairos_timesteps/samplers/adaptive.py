@@ -1,17 +1,22 @@
-"""Adaptive sampler of Kim et al. 2025 (CVPR), algorithms 1 and 2, with the faults of its public code fixed.
+"""Adaptive samplers after Kim et al. 2025 (CVPR): kairos' variant `Adaptive`, and the paper's text, `AdaptivePaper`.
 
 A policy maps a clean image to a, b > 0; the image's timestep is at fraction u ~ Beta(a, b). Every f_S steps the sampler
 measures how one optimizer step changed the VLB. REINFORCE moves the policy towards timesteps whose step lowered it.
 
-Differences from the public code, which `AdaptiveOfficial` follows:
+Three samplers share the code, and differ in their options:
 
-- the noise before and after the step is equal, the network is in evaluation mode, one forward pass per loss;
-- |Q| is 3 or more, and only timesteps whose change rises *with* the target's are selected (F has no sign);
-- the reward is the mean over S, centred on a running mean and scaled; the entropy is a separate term;
-- all of it is in the state. S chosen at one measurement is used from the next one on.
+| | `Adaptive` (kairos) | `AdaptivePaper` | `AdaptiveOfficial` (public code) |
+|---|---|---|---|
+| error of epsilon | mean over pixels | sum over pixels | mean over pixels |
+| reward | mean over S, centred and scaled | mean over S | sum over S |
+| entropy | a bonus of its own | in the reward | in the reward |
+| correlation with the target | positive | either sign | either sign |
+| S is used | from the next measurement on | at once | from the next measurement on |
+| feature vector | 100 timesteps | all T | all T |
+| noise after the step, mode | equal, evaluation | equal, evaluation | fresh, training |
 
-With several processes everything is computed for the global batch: each rank measures its images, and all ranks hold
-equal policies, queues and S.
+All of it is in the state. With several processes everything is computed for the global batch: each rank measures its
+images, and all ranks hold equal policies, queues and S.
 """
 
 import copy
@@ -21,6 +26,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Cost, MeasuresNetwork, Observation, Sampler
@@ -34,25 +40,39 @@ from kairos_timesteps.options import option
 from kairos_timesteps.randomness import derived_seed
 from kairos_timesteps.registry import sampler
 
+# learning rates of the policy by schedule (Kim et al. 2025, table 7; its second reading has 1e-2 for cosine too)
+PUBLISHED_LEARNING_RATES = {"linear": 1e-2, "quadratic": 1e-2, "cosine": 1e-3}
+UNPUBLISHED_LEARNING_RATE = 1e-3  # for all other schedules and processes; the paper's value in latents (tables 8, 9)
+
+# choices of options
+_ERRORS = ("mean", "sum")
+_REWARDS = ("standardised", "mean", "sum")
+_ENTROPY_TERMS = ("bonus", "reward")
+_CORRELATIONS = ("positive", "any")
+_SELECTIONS = ("next", "same")
+
 _EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
 _INITIAL = math.log1p(math.exp(0.5)) + 1e-5  # a and b of a new policy: softplus of its last bias
 
 
-@sampler("adaptive", "a learned Beta policy per image (Kim et al. 2025)")
+@sampler("adaptive", "kairos' variant of the learned Beta policy per image (after Kim et al. 2025)")
 class Adaptive(MeasuresNetwork, Sampler):
-    r"""Adaptive sampler: a policy gives each image a Beta density, and learns by reward (Kim et al. 2025).
+    r"""Adaptive sampler: a policy gives each image a Beta density, and learns by reward (after Kim et al. 2025).
 
     $$u \sim \mathrm{Beta}(a, b), \quad (a, b) = \pi_\phi(x_0), \qquad
     r = \frac{1}{|S|} \sum_{t \in S} c_t
     \left(\|\epsilon - \epsilon_\theta\|^2 - \|\epsilon - \epsilon_{\theta'}\|^2\right)$$
 
     $\theta$ and $\theta'$ are the network before and after a step. S are the timesteps whose change explains the change
-    of all timesteps best.
+    of all timesteps best. The reward is centred on a running mean and scaled, and the entropy is a bonus of its own: so
+    the coefficient of the entropy is not the paper's, and regularises much less. `AdaptivePaper` is the paper's text.
 
     Attributes:
         dropout: True if the network is measured in training mode.
         noise_after: random stream of the noise after the step; equal to that before it.
         density_scale: du/df, where u is a draw of the policy and f = to_fraction(u) its fraction of the process.
+        features: measured timesteps, int64 (count,).
+        feature_weights: share of all timesteps that each measured one represents, float64 (count,).
         least_rows: rows of the queue before S is selected from it; with fewer every F-statistic is 0.
 
     Raises:
@@ -62,15 +82,37 @@ class Adaptive(MeasuresNetwork, Sampler):
     frequency: int = option(40, "f_S: model steps between policy updates", ge=1)
     queue: int = option(20, "|Q|: measurements that features are selected from", ge=3)
     selected: int = option(3, "|S|: timesteps that the reward is measured at", ge=1)
-    lr: float = option(1e-2, "learning rate of the policy (the paper: 1e-2 linear and quadratic, 1e-3 cosine)", gt=0)
-    entropy: float = option(1e-2, "weight of the entropy bonus", ge=0)
+    lr: float | None = option(
+        None,
+        "learning rate of the policy; null: the paper's of table 7, 1e-2 on the linear and quadratic schedule, 1e-3 on "
+        "cosine; 1e-3 on all others, for which no value is published. In latents the paper has 1e-3 (tables 8, 9)",
+        gt=0,
+    )
+    entropy: float = option(1e-2, "weight of the policy's entropy", ge=0)
     width: int = option(128, "hidden width of the policy", ge=1)
     depth: int = option(2, "hidden layers of the policy", ge=1)
     grad_clip: float = option(1.0, "largest gradient norm of a policy step", gt=0)
-    feature_timesteps: int | None = option(100, "timesteps of the feature vector, evenly spread; null: all T", ge=1)
+    feature_timesteps: int | None = option(
+        100, "timesteps of the feature vector, one of each stratum, see `stratify_timesteps`; null: all T", ge=1
+    )
     feature_images: str = option("one", "images that the feature vector is measured on", choices=("one", "batch"))
     c_max: float | None = option(None, "cap on the VLB coefficient c_t in the measured losses; null: none", gt=0)
     reward_decay: float = option(0.9, "decay of the running mean and scale of the rewards", ge=0, lt=1)
+    error: str = option("mean", "measured squared error: mean or sum over the values of an image", choices=_ERRORS)
+    reward: str = option(
+        "standardised",
+        "reward of an image: mean or sum of its changes at S; standardised: the mean, centred and scaled",
+        choices=_REWARDS,
+    )
+    entropy_in: str = option(
+        "bonus", "entropy as a separate bonus, or added to the reward, which multiplies log pi", choices=_ENTROPY_TERMS
+    )
+    correlation: str = option(
+        "positive", "features that may be selected: only those that rise with the target, or any", choices=_CORRELATIONS
+    )
+    selection: str = option(
+        "next", "measurement whose reward uses a selection of S: the next one, or the same one", choices=_SELECTIONS
+    )
 
     per_image = True
     dropout = False
@@ -83,7 +125,10 @@ class Adaptive(MeasuresNetwork, Sampler):
         timesteps = schedule.timesteps
         self.check_process(options, timesteps, schedule.name)
         count = min(self.feature_timesteps or timesteps, timesteps)
-        self.features = torch.from_numpy(((np.arange(count) + 0.5) * timesteps / count).astype(np.int64))
+        features, weights = stratify_timesteps(schedule, count)
+        self.features, self.feature_weights = torch.from_numpy(features), torch.from_numpy(weights)
+        if self.lr is None:
+            self.lr = PUBLISHED_LEARNING_RATES.get(schedule.name, UNPUBLISHED_LEARNING_RATE)
         cap = np.inf if self.c_max is None else self.c_max
         self.coefficients = torch.from_numpy(np.minimum(schedule.vlb, cap))
         self.reset()
@@ -103,7 +148,8 @@ class Adaptive(MeasuresNetwork, Sampler):
     @staticmethod
     def check_process(options: Any, timesteps: int, schedule: str) -> None:
         """Reject a selection of more timesteps than the feature vector has."""
-        count = min(options.feature_timesteps or timesteps, timesteps)
+        feature_timesteps = getattr(options, "feature_timesteps", None)  # a subclass may fix it, then it is no option
+        count = min(feature_timesteps or timesteps, timesteps)
         allowed = f"1 to {count}, the timesteps of the feature vector"
         demand(options.selected <= count, "selected", options.selected, allowed)
 
@@ -121,6 +167,7 @@ class Adaptive(MeasuresNetwork, Sampler):
                 torch.default_generator.manual_seed(derived_seed(self.seed, "policy"))
                 self.policy = Policy(channels, self.width, self.depth)
             self.policy.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+            assert self.lr is not None  # set at construction
             self.optimizer = Adam(self.policy.parameters(), lr=self.lr)
         return self.policy
 
@@ -202,17 +249,36 @@ class Adaptive(MeasuresNetwork, Sampler):
     def observe(self, observation: Observation) -> Iterator[None]:
         """Measure the losses around the optimizer step and, every f_S steps, learn from their change.
 
-        Step 0 is measured. The policy learns after S is first selected. Each measurement selects S for the next one.
+        Step 0 is measured. The policy learns once S is selected from `least_rows` rows of the queue. With option
+        ``selection: same`` a copy of the weights is kept during measured steps, to measure the losses at the new S
+        before the step.
         """
         if not self.measures_in_step(observation.step):
             yield
             return
-        before = self._measure(observation, "measurement")
+        if self.selection == "same":
+            features_before = self._measure_features(observation, "measurement")
+            weights_before = observation.meter.copy_weights()
+            yield
+            self._push(features_before - self._measure_features(observation, self.noise_after))
+            if self.reward_timesteps is None:
+                return
+            after = self._measure_rewards(observation, self.noise_after)
+            with observation.meter.weights(weights_before):
+                before = self._measure_rewards(observation, "measurement")
+            self._learn(observation, before - after)
+            return
+        features_before = self._measure_features(observation, "measurement")
+        before = self._measure_rewards(observation, "measurement")
         yield
-        after = self._measure(observation, self.noise_after)
-        if before[1] is not None and after[1] is not None:
-            self._learn(observation, before[1] - after[1])
-        change = before[0] - after[0]
+        features_after = self._measure_features(observation, self.noise_after)
+        after = self._measure_rewards(observation, self.noise_after)
+        if before is not None:
+            self._learn(observation, before - after)
+        self._push(features_before - features_after)
+
+    def _push(self, change: Tensor) -> None:
+        """Append a row to the queue and select S from its rows; a row that is not finite is left out."""
         if change.isfinite().all():  # a single NaN in the queue would make every correlation NaN
             self.changes = [*self.changes, change][-self.queue :]
         if len(self.changes) >= self.least_rows:
@@ -224,13 +290,10 @@ class Adaptive(MeasuresNetwork, Sampler):
 
     def select(self, changes: Tensor) -> Tensor:
         """Return indices of the selected feature timesteps, given the queue (rows, features)."""
-        return select_timesteps(changes, self.selected)
+        return select_timesteps(changes, self.selected, self.feature_weights, signed=self.correlation == "positive")
 
-    def _measure(self, observation: Observation, noise: str) -> tuple[Tensor, Tensor | None]:
-        """Measure c_t-weighted losses, float64 on the CPU: the feature vector (count,), and those at S.
-
-        Losses at S are (global batch, |S|), or None before S is selected.
-        """
+    def _measure_features(self, observation: Observation, noise: str) -> Tensor:
+        """Measure the c_t-weighted losses of the feature vector, float64 (count,) on the CPU."""
         coordinates, count = observation.coordinates, len(self.features)
         size = coordinates.batch_size
         if self.feature_images == "one":
@@ -238,14 +301,18 @@ class Adaptive(MeasuresNetwork, Sampler):
             index = image.expand(count)
         else:
             index = torch.arange(count) * size // count
-        features = self._losses(observation, index, self.features, noise)
+        return self._losses(observation, index, self.features, noise)
+
+    def _measure_rewards(self, observation: Observation, noise: str) -> Any:
+        """Measure the c_t-weighted losses of all images at S, float64 (global batch, |S|); None without S."""
         if self.reward_timesteps is None:
-            return features, None
-        rewards = [
+            return None
+        size = observation.coordinates.batch_size
+        losses = [
             self._losses(observation, torch.arange(size), t.expand(size), f"{noise} at S {k}")
             for k, t in enumerate(self.reward_timesteps)
         ]
-        return features, torch.stack(rewards, 1)
+        return torch.stack(losses, 1)
 
     def cost(self, batch: int, channels: int) -> Cost:
         """Return the cost of the feature vector and the batch at each of S, before and after one step of f_S."""
@@ -260,7 +327,10 @@ class Adaptive(MeasuresNetwork, Sampler):
 
     def _losses(self, observation: Observation, index: Tensor, t: Tensor, noise: str) -> Tensor:
         fractions = (t + 0.5).double() / self.schedule.timesteps
-        errors: Tensor = observation.meter.errors(index, fractions, noise, self.dropout)
+        errors: Tensor = observation.meter.errors(index, fractions, noise, self.dropout)  # means over an image
+        if self.error == "sum":
+            assert observation.x0 is not None  # samplers that measure get images of one shape
+            errors = errors * observation.x0[0].numel()
         return errors * self.coefficients[t]
 
     def _learn(self, observation: Observation, change: Tensor) -> None:
@@ -296,11 +366,14 @@ class Adaptive(MeasuresNetwork, Sampler):
         self.updates += 1
 
     def advantage(self, change: Tensor) -> Tensor:
-        """Return the advantage of every sample, (global batch,): its reward, centred on a running mean and scaled.
+        """Return the reward of every sample, (global batch,), from its `change` at each of S, (global batch, |S|).
 
-        The reward is the mean of `change` over S. The running mean and scale are updated first.
+        With option ``reward: standardised`` it is centred on a running mean and scaled, which are updated first.
         """
-        rewards = change.mean(1)
+        rewards = change.sum(1) if self.reward == "sum" else change.mean(1)
+        if self.reward != "standardised":
+            self._reward = rewards.mean().item()
+            return rewards
         decay = self.reward_decay if self.updates else 0.0
         mean, scale = rewards.mean().item(), rewards.std(unbiased=False).item()
         self.reward_mean = decay * self.reward_mean + (1 - decay) * mean
@@ -309,7 +382,13 @@ class Adaptive(MeasuresNetwork, Sampler):
         return (rewards - self.reward_mean) / (self.reward_scale + 1e-12)
 
     def objective(self, log_density: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:
-        """Return what is maximised, per sample (batch,): the term of the reward and a separate entropy bonus."""
+        """Return the objective that is maximised, per sample (batch,).
+
+        Its gradient is (reward + entropy) ∇log pi (Kim et al. 2025, eq. 13) or, with the entropy as a bonus,
+        reward ∇log pi + ∇entropy.
+        """
+        if self.entropy_in == "reward":
+            return log_density * (advantage + self.entropy * entropy.detach())
         return log_density * advantage + self.entropy * entropy
 
     def statistics(self) -> dict[str, float]:
@@ -360,7 +439,78 @@ def beta_distribution(a: Tensor, b: Tensor) -> Any:
     return torch.distributions.Beta(a, b, validate_args=False)
 
 
-def select_timesteps(queue: Tensor, count: int, signed: bool = True) -> Tensor:
+@sampler("adaptive_paper", "the learned Beta policy per image, by the letter of the paper (Kim et al. 2025)")
+class AdaptivePaper(Adaptive):
+    r"""Adaptive sampler by the letter of the paper: algorithms 1 and 2 line by line (Kim et al. 2025).
+
+    $$u \sim \mathrm{Beta}(a, b), \quad (a, b) = \pi_\phi(x_0), \qquad
+    \tilde\Delta = \frac{1}{|S|} \sum_{t \in S} c_t
+    \left(\|\epsilon - \epsilon_\theta\|^2 - \|\epsilon - \epsilon_{\theta'}\|^2\right)$$
+
+    $$\phi \leftarrow \phi + \gamma \left(\tilde\Delta + \lambda H(\pi_\phi)\right) \nabla_\phi \log \pi_\phi(u | x_0)$$
+
+    - The norm is squared and summed over the values of an image (eq. 10), and the reward of an image is the mean over S
+      (algorithm 2, line 7), neither centred nor scaled.
+    - "In practice, we also include entropy regularization for the sampler in Delta" (section 5.1): the entropy H is
+      part of what multiplies the gradient of log pi (eq. 13).
+    - S has the largest F-statistics of all T timesteps, with the mean over all T as target and without the entropy
+      (appendix 10). The measurement that selects S uses it (algorithm 2, lines 5 and 7). So a copy of the weights
+      before the step is kept in measured steps.
+
+    Choices where the text leaves one:
+
+    - The policy takes no step before three rows are in the queue. Algorithm 2 selects from two rows on, for which the
+      F-statistic is not defined.
+    - The single x0 of the feature vector is an image of the minibatch, since a library sees no data set.
+    - One noise is drawn for the losses before and after the step, so that their difference is the effect of the step.
+      The network is in evaluation mode, for the same reason.
+    - F ignores the sign of a correlation, as printed.
+    - The policy has the convolutions of the public code, before the paper's hidden layers ("Hidden Channels" 128,
+      "Hidden Depth" 2, table 7). Its optimizer is Adam with betas 0.9 and 0.999, as in the public code; the paper
+      names none. Gradients are clipped to norm 1, the only value of "Gradient Norm" in table 7.
+    - The policy has an optimizer step per measurement, not per image: gradients are means over the minibatch.
+    """
+
+    feature_timesteps = None
+    feature_images = "one"
+    c_max = None
+    error = "sum"
+    reward = "mean"
+    entropy_in = "reward"
+    correlation = "any"
+    selection = "same"
+
+
+def stratify_timesteps(schedule: NoiseSchedule, count: int) -> tuple[NDArray[np.int64], Array]:
+    """Divide all timesteps into strata, and return one timestep of each with the share of timesteps in its stratum.
+
+    The first and the last timestep are strata of their own, because a coefficient of the VLB may be largest there. The
+    others have about equal shares of two quantities: number of timesteps and fall of the log SNR. So strata are short
+    where the loss changes fast, at both ends. The mean over all timesteps is estimated by the weighted mean.
+
+    Args:
+        schedule: noise schedule with T timesteps.
+        count: number of strata, at most T; with one or two, ends are not separated.
+
+    Returns:
+        The middle timesteps of the strata, ascending, int64 (count,), and the shares, float64 (count,).
+    """
+    timesteps = schedule.timesteps
+    log_snr_fall = np.abs(np.gradient(np.log(np.maximum(schedule.snr, 1e-20))))
+    share = 1 / timesteps + log_snr_fall / log_snr_fall.sum()  # of each timestep; their sum is 2
+    cumulative_share = np.concatenate([[0.0], np.cumsum(share) / 2])
+    edges = np.searchsorted(cumulative_share, np.arange(count + 1) / count)
+    edges[0], edges[-1] = 0, timesteps
+    if count >= 3:
+        edges[1], edges[-2] = 1, timesteps - 1
+    for index in range(1, count):  # every stratum has a timestep or more
+        edges[index] = max(edges[index], edges[index - 1] + 1)
+    for index in range(count - 1, 0, -1):
+        edges[index] = min(edges[index], edges[index + 1] - 1)
+    return (edges[:-1] + edges[1:] - 1) // 2, np.diff(edges) / timesteps
+
+
+def select_timesteps(queue: Tensor, count: int, weights: Tensor | None = None, signed: bool = True) -> Tensor:
     """Select the features that explain the target best: the largest F-statistics among those that rise with it.
 
     The F-statistic of a linear regression on one feature, r²/(1-r²)(n-2), grows with r². The order is therefore that of
@@ -369,12 +519,13 @@ def select_timesteps(queue: Tensor, count: int, signed: bool = True) -> Tensor:
     Args:
         queue: measured changes, float64 (rows, features), 3 rows or more.
         count: number of features.
+        weights: weights of the features in the target, float64 (features,), with sum 1; None: equal weights.
         signed: True: order by r; False: by r², without correlation 0.
 
     Returns:
         Indices of the selected features, ascending, int64 (count,).
     """
-    target = queue.mean(1)
+    target = queue.mean(1) if weights is None else queue @ weights
     centred, centred_target = queue - queue.mean(0), target - target.mean()
     scale = centred.norm(dim=0) * centred_target.norm()
     correlation = (centred * centred_target[:, None]).sum(0) / scale

@@ -10,7 +10,7 @@ from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import option
 from kairos_timesteps.registry import sampler
-from kairos_timesteps.samplers.adaptive import Adaptive, select_timesteps
+from kairos_timesteps.samplers.adaptive import Adaptive
 
 
 @sampler("adaptive_official", "adaptive with the choices of its public code")
@@ -30,7 +30,15 @@ class AdaptiveOfficial(Adaptive):
     """
 
     queue: int = option(20, "|Q|: measurements that features are selected from", ge=2)
-    feature_timesteps: int | None = option(None, "timesteps of the feature vector, evenly spread; null: all T", ge=1)
+    feature_timesteps: int | None = option(
+        None, "timesteps of the feature vector, one of each stratum, see `stratify_timesteps`; null: all T", ge=1
+    )
+
+    reward = "sum"
+    entropy_in = "reward"
+    correlation = "any"
+    selection = "next"
+    error = "mean"
 
     dropout = True
     noise_after = "measurement after the step"
@@ -73,15 +81,5 @@ class AdaptiveOfficial(Adaptive):
 
     def select(self, changes: Tensor) -> Tensor:
         """Return indices of the largest F-statistics, whatever the sign of the correlation."""
-        rows = changes if len(changes) > 2 else torch.zeros_like(changes)  # with two rows every F-statistic is 0
-        return select_timesteps(rows, self.selected, signed=False)
-
-    def advantage(self, change: Tensor) -> Tensor:
-        """Return the reward of every sample, (global batch,): the sum over S, neither centred nor scaled."""
-        rewards = change.sum(1)
-        self._reward = rewards.mean().item()
-        return rewards
-
-    def objective(self, log_density: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:
-        """Return what is maximised, (batch,): the entropy is part of what multiplies log pi."""
-        return log_density * (advantage + self.entropy * entropy.detach())
+        # with two rows every F-statistic is 0
+        return super().select(changes if len(changes) > 2 else torch.zeros_like(changes))
