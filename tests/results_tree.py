@@ -4,6 +4,7 @@ Tests of code that reads results (report, tracking) use them instead of training
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 from PIL import Image
 
 from kairos.config import Experiment, validate
-from kairos.files import write_json, write_text
+from kairos.files import sha256_json, write_json, write_text
 
 METRIC = "frechet_classifier32"
 MACHINE = {"host": "node1", "cpu": "CPU 1", "gpu": None, "cpus": 2, "threads": 1, "processes": 1}
@@ -30,8 +31,13 @@ METHODS: dict[str, tuple[dict[str, Any], float, float]] = {
 }
 
 
-def experiment(seeds: tuple[int, ...] = (0, 1), methods: tuple[str, ...] = tuple(METHODS)) -> dict[str, Any]:
-    """Return the values of the experiment file."""
+def experiment(
+    seeds: tuple[int, ...] = (0, 1),
+    methods: tuple[str, ...] = tuple(METHODS),
+    edited: Mapping[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Return the values of the experiment file; `edited` has other settings of some methods, by name."""
+    settings = {method: METHODS[method][0] for method in methods} | dict(edited or {})
     return {
         "experiment": "tiny",
         "seeds": list(seeds),
@@ -39,15 +45,23 @@ def experiment(seeds: tuple[int, ...] = (0, 1), methods: tuple[str, ...] = tuple
         "model": "dit",
         "diffusion": {"process": {"name": "discrete", "timesteps": T}},
         "training": {"batch_size": 64, "milestones": [100, 200, 400]},
-        "methods": {method: METHODS[method][0] for method in methods},
+        "methods": settings,
         "sampling": {"steps": 20, "grid": 16},
         "evaluation": {"extractor": {"name": "classifier", "features": 32}, "num_samples": 400, "strata": 18},
     }
 
 
-def write(root: Path, seeds: tuple[int, ...] = (0, 1), methods: tuple[str, ...] = tuple(METHODS)) -> tuple[Path, Path]:
-    """Write the experiment file and its results below `root`; returns both paths."""
-    values = experiment(seeds, methods)
+def write(
+    root: Path,
+    seeds: tuple[int, ...] = (0, 1),
+    methods: tuple[str, ...] = tuple(METHODS),
+    edited: Mapping[str, dict[str, Any]] | None = None,
+) -> tuple[Path, Path]:
+    """Write the experiment file and its results below `root`; returns both paths.
+
+    Runs of `edited` methods have another identity, and distances that are 10 % larger.
+    """
+    values = experiment(seeds, methods, edited)
     config = root / "tiny.yaml"
     write_text(config, yaml.safe_dump(values, sort_keys=False))
     experiment_config = validate(values)
@@ -55,7 +69,8 @@ def write(root: Path, seeds: tuple[int, ...] = (0, 1), methods: tuple[str, ...] 
     _write_shared(results)
     for method in methods:
         for seed in seeds:
-            _write_training(results / method / f"seed{seed}", experiment_config, method, seed)
+            is_edited = method in (edited or {})
+            _write_training(results / method / f"seed{seed}", experiment_config, method, seed, is_edited)
     return config, results
 
 
@@ -117,10 +132,12 @@ def _write_shared(results: Path) -> None:
             )  # fmt: skip
 
 
-def _write_training(folder: Path, experiment_config: Experiment, method: str, seed: int) -> None:
+def _write_training(folder: Path, experiment_config: Experiment, method: str, seed: int, is_edited: bool) -> None:
     learned = method == "adaptive"
     rng = np.random.default_rng([seed, 7])
     identity = f"{method}-{seed}".encode().hex().ljust(64, "0")
+    if is_edited:
+        identity = sha256_json([method, seed, experiment_config.methods[method].model_dump(mode="json")])
     records = []
     level = 1 + 0.15 * list(METHODS).index(method)
     for step in range(1, 401):
@@ -143,7 +160,8 @@ def _write_training(folder: Path, experiment_config: Experiment, method: str, se
     ]  # fmt: skip
     write_text(folder / "timing.jsonl", "".join(json.dumps(line) + "\n" for line in timing))
     for milestone_number, step in enumerate(experiment_config.milestones):
-        _write_milestone(folder, experiment_config, method, seed, step, milestone_number, identity)
+        value = distance(method, seed, step) * (1.1 if is_edited else 1)
+        _write_milestone(folder, experiment_config, method, seed, step, milestone_number, identity, value)
     write_json(
         folder / "training.json",
         {
@@ -155,7 +173,14 @@ def _write_training(folder: Path, experiment_config: Experiment, method: str, se
 
 
 def _write_milestone(
-    folder: Path, experiment_config: Experiment, method: str, seed: int, step: int, milestone_number: int, identity: str
+    folder: Path,
+    experiment_config: Experiment,
+    method: str,
+    seed: int,
+    step: int,
+    milestone_number: int,
+    identity: str,
+    value: float,
 ) -> None:
     learned = method == "adaptive"
     milestone = folder / "milestones" / f"{step:07d}"
@@ -190,7 +215,6 @@ def _write_milestone(
             "provenance": {"kairos": "0.1.0", "torch": "2.9.0", "git_commit": "0123456789abcdef"}, "files": {},
         },
     )  # fmt: skip
-    value = distance(method, seed, step)
     sets = [value * factor for factor in (0.97, 1.0, 1.03)]
     strata = []
     for t0 in range(0, T, 5):

@@ -17,7 +17,7 @@ from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json, write_json
 from kairos.report.collect import collect
-from kairos.tracking import mlflow_store, run_content
+from kairos.tracking import mlflow_store, run_content, view
 from kairos.tracking.track import track
 from kairos_timesteps.errors import KairosError
 from kill_at import die_at
@@ -247,6 +247,108 @@ def test_a_quoted_password_is_removed_from_a_text():
     for quoted in (uri, "password=h%20ush&user=me", "password='h ush'", "password=h ush"):
         text = mlflow_store.redact_credentials(f"some failure: {quoted}", uri)
         assert "ush" not in text and "some failure" in text
+
+
+GAMMA_OF_1 = {"min_snr": {"sampler": "uniform", "weighting": {"name": "min_snr", "gamma": 1.0}}}
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """Function that writes experiment file and results of gamma 5 (False) or 1 (True); the store is a new database."""
+    monkeypatch.chdir(tmp_path)
+    # an absolute path, since MLflow keeps a store open under its URI
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+
+    def write(is_edited, methods=("uniform", "min_snr"), seeds=(0, 1)):
+        folder = tmp_path / f"{is_edited}-{methods}-{seeds}"
+        folder.mkdir()
+        return results_tree.write(folder, seeds, methods, GAMMA_OF_1 if is_edited else {})
+
+    return write
+
+
+def import_results(config, results):
+    """Import results into the store of the environment, and return the record of the import."""
+    track(load(config), results, results / "tracking.json")
+    record = read_json(results / "tracking.json")
+    assert record["imported"], record
+    return record
+
+
+def search_runs(search_filter=None):
+    """Return the runs that MLflow shows with a filter; None: the filter of the prepared comparison."""
+    client = mlflow_store.connect(os.environ["MLFLOW_TRACKING_URI"])
+    (experiment,) = client.search_experiments(filter_string="name = 'kairos/tiny'")
+    if search_filter is None:
+        search_filter = json.loads(experiment.tags[view.TAG])["searchFilter"]
+    return client.search_runs([experiment.experiment_id], search_filter)
+
+
+def find_current_runs():
+    """Return the training runs that the prepared comparison shows: id by method and seed, which occur once each."""
+    shown = search_runs()
+    training = [run for run in shown if run.data.tags["kairos.role"] == "training"]
+    assert len(shown) == len(training) + 1, "the parent run with the report is shown too"
+    ids = {f"{run.data.params['method']}/seed{run.data.params['seed']}": run.info.run_id for run in training}
+    assert len(ids) == len(training), "a method and seed has one current run"
+    return ids
+
+
+def run_names():
+    """Return the names of all runs, as MLflow's page without a filter shows them."""
+    return sorted(run.info.run_name for run in search_runs(""))
+
+
+@pytest.mark.long
+def test_runs_of_earlier_options_are_not_shown_with_current_results(edited):
+    before, after = edited(False), edited(True)
+    first = import_results(*before)["runs"]
+    assert find_current_runs() == first
+    second = import_results(*after)["runs"]
+    assert find_current_runs() == second
+    assert {name for name in first if first[name] != second[name]} == {"min_snr/seed0", "min_snr/seed1"}
+    earlier, current = ["[earlier] min_snr seed 0", "[earlier] min_snr seed 1"], ["min_snr seed 0", "min_snr seed 1"]
+    names = [*earlier, *current, "tiny", "uniform seed 0", "uniform seed 1"]
+    assert run_names() == names, "the page of all runs tells them apart"
+
+    # the edit is reverted: the first runs are the current ones again, and nothing is added
+    rows = count_rows()
+    assert import_results(*before)["runs"] == first == find_current_runs()
+    assert run_names() == names and count_rows() == rows
+
+
+@pytest.mark.long
+def test_runs_of_removed_methods_and_seeds_are_not_shown_with_current_results(edited):
+    import_results(*edited(False, methods=("uniform", "min_snr", "p2"), seeds=(0, 1, 2)))
+    record = import_results(*edited(False, seeds=(0, 2)))
+    assert find_current_runs() == record["runs"] and len(record["runs"]) == 4
+    assert [name for name in run_names() if name.startswith("[earlier]")] == [
+        *(f"[earlier] {name}" for name in ("min_snr seed 1", "p2 seed 0", "p2 seed 1", "p2 seed 2", "uniform seed 1")),
+    ]
+
+
+@pytest.mark.long
+def test_an_import_that_is_killed_leaves_no_two_current_runs(edited, monkeypatch):
+    from mlflow import MlflowClient
+
+    before, after = edited(False), edited(True)
+    import_results(*before)
+    shutil.copy("mlflow.db", "before.db")
+    for count in range(1, 8):  # two batches log the content of the new runs, and four mark runs
+        database = f"killed_{count}.db"
+        shutil.copy("before.db", database)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{Path(database).absolute()}")
+        child = os.fork()
+        if child == 0:
+            MlflowClient.log_batch = die_at(count, MlflowClient.log_batch)
+            try:
+                import_results(*after)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        find_current_runs()  # fails if a method and seed has two
+        record = import_results(*after)
+        assert find_current_runs() == record["runs"]
 
 
 @pytest.mark.long

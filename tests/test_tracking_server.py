@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import pwd
 import re
@@ -19,6 +20,7 @@ import results_tree
 import tracking_job
 from kairos.config import load
 from kairos.files import read_json
+from kairos.tracking import mlflow_store, view
 from kairos.tracking.live import reporting
 from kairos.tracking.track import track
 from kairos_timesteps.errors import ConfigError
@@ -93,6 +95,72 @@ def test_many_runs_report_at_once_and_the_import_adds_only_missing_points(
         assert server.runs("many") == [("adaptive", "0", "FINISHED"), *((*run, "FINISHED") for run in runs)]
     assert not Path("mlflow.db").exists()
     assert list((server.folder / "artifacts").rglob("report.html"))
+
+
+@pytest.mark.long
+def test_a_run_under_way_is_current_and_replaces_runs_of_earlier_options(server, tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    edited = {"min_snr": {"sampler": "uniform", "weighting": {"name": "min_snr", "gamma": 1.0}}}
+    trees = {}
+    for name, settings in (("before", {}), ("after", edited)):
+        (tmp_path / name).mkdir()
+        config, results = results_tree.write(tmp_path / name, (0, 1), ("uniform", "min_snr"), settings)
+        trees[name] = write_config(config, "live", tmp_path / name), results
+    client = MlflowClient(tracking_uri=server.uri)
+
+    def current_runs():
+        """Return method, seed and gamma of the runs that the prepared comparison shows."""
+        experiment = client.get_experiment_by_name("live")
+        shown = client.search_runs([experiment.experiment_id], json.loads(experiment.tags[view.TAG])["searchFilter"])
+        runs = [run.data.params for run in shown if "seed" in run.data.params]
+        return sorted((run["method"], run["seed"], run.get("weighting.gamma")) for run in runs)
+
+    before = [("min_snr", "0", "5.0"), ("min_snr", "1", "5.0"), ("uniform", "0", None), ("uniform", "1", None)]
+    import_into(server.uri, *trees["before"], tmp_path / "tracking.json", monkeypatch)
+    assert current_runs() == before
+
+    # the first run of the edited method replaces the earlier runs of all seeds, and no run of another method
+    jobs = [Job(*trees["after"], "min_snr", 0, tmp_path / str(k), server.uri) for k in range(2)]  # two at once
+    for job in jobs:
+        job.advance(100)
+    wait_for(lambda: current_runs() == [("min_snr", "0", "1.0"), *before[2:]], "the run under way alone")
+    other_seed = Job(*trees["after"], "min_snr", 1, tmp_path / "other", server.uri)
+    other_seed.advance(100)
+    after = [("min_snr", "0", "1.0"), ("min_snr", "1", "1.0"), *before[2:]]
+    wait_for(lambda: current_runs() == after, "both runs under way")
+    for job in (*jobs, other_seed):
+        job.end()
+    for name, expected in (("after", after), ("before", before)):
+        import_into(server.uri, *trees[name], tmp_path / "tracking.json", monkeypatch)
+        assert current_runs() == expected
+
+
+@pytest.mark.long
+def test_processes_that_mark_runs_at_once_leave_one_current_run(server):
+    client = mlflow_store.connect(server.uri)
+    experiment_id = mlflow_store.find_or_create_experiment(client, "race")
+    tags = {"kairos.experiment": "tiny", "kairos.role": "training", "kairos.method": "uniform", "kairos.seed": "0"}
+    ids = [client.create_run(experiment_id, tags=tags).info.run_id for _ in range(4)]
+
+    def mark(run_id):
+        own_client = mlflow_store.connect(server.uri)
+        for _ in range(5):
+            mlflow_store.mark_current_runs(
+                own_client, experiment_id, {"kairos.experiment": "tiny"}, lambda run: run.info.run_id == run_id
+            )
+
+    threads = [threading.Thread(target=mark, args=(run_id,)) for run_id in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    current = mlflow_store.find_runs(client, experiment_id, {**tags, "kairos.current": "true"})
+    assert len(current) <= 1
+    mark(ids[0])
+    current = mlflow_store.find_runs(client, experiment_id, {**tags, "kairos.current": "true"})
+    assert [run.info.run_id for run in current] == ids[:1]
 
 
 @pytest.mark.long

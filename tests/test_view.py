@@ -16,7 +16,7 @@ import pytest
 
 import results_tree
 from kairos import cli
-from kairos.config import load
+from kairos.config import load, validate
 from kairos.files import read_json
 from kairos.report.collect import collect
 from kairos.tracking import view
@@ -57,7 +57,14 @@ def test_the_import_prepares_a_comparison_a_note_and_the_details_of_each_run(tre
     run = client.get_run(record["runs"]["min_snr/seed1"])
     logged = {"params": run.data.params, "metrics": run.data.metrics, "tags": run.data.tags}
     columns = [column.removesuffix("`").split(".`") for column in shared_view["selectedColumns"]]
+    for training in record["runs"].values():  # options of other samplers and weightings are logged by other methods
+        data = client.get_run(training).data
+        for kind, values in (("params", data.params), ("metrics", data.metrics), ("tags", data.tags)):
+            logged[kind] = logged[kind] | values
     assert all(name in logged[kind] for kind, name in columns), "every column of the view is logged"
+    options = {name for name in logged["params"] if name.startswith(("sampler.", "weighting."))}
+    assert options <= {name for _, name in columns} and "weighting.gamma" in options
+    assert "tags.`kairos.current` = 'true'" in shared_view["searchFilter"]
     assert {chart["metricKey"] for chart in shared_view["compareRunCharts"]} <= set(run.data.metrics)
     assert run.data.metrics["seconds_per_step"] == pytest.approx(0.05)
 
@@ -73,6 +80,32 @@ def test_the_import_prepares_a_comparison_a_note_and_the_details_of_each_run(tre
     grids = [item.path for item in client.list_artifacts(run.info.run_id, "samples")]
     assert grids == [f"samples/{step:07d}.png" for step in (0, 100, 200, 400)]
     assert [item.path for item in client.list_artifacts(record["parent"], "figures")] == ["figures/density.png"]
+
+
+def test_the_note_has_the_options_that_are_no_defaults_and_the_quantity_of_each_number(tmp_path):
+    edited = {
+        "min_snr": {"sampler": "uniform", "weighting": {"name": "min_snr", "gamma": 1.0}},
+        "min_snr_5": {"sampler": "uniform", "weighting": "min_snr"},
+        "p2": {"sampler": "uniform", "weighting": "p2"},  # with an option gamma too, as default
+    }
+    values = results_tree.experiment(methods=("uniform", "min_snr", "p2"), edited=edited)
+    options = view.select_options(validate(values))
+    assert options == {
+        "uniform": {},
+        "p2": {},
+        "min_snr": {"weighting.gamma": "1.0"},
+        "min_snr_5": {"weighting.gamma": "5.0"},
+    }
+
+    del edited["min_snr_5"]
+    config, results = results_tree.write(tmp_path, range(5), ("uniform", "min_snr", "p2"), edited)
+    note = view.build_note(collect(load(config), results))
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in note.splitlines() if line.startswith("|")]
+    first = dict(zip(table[0], table[2]))
+    assert first["method"] == "min_snr" and first["options"] == "weighting.gamma=1.0"
+    assert "weighting.gamma=1.0" in note.splitlines()[0]
+    assert "frechet_classifier32 at step 400: mean ± standard deviation" in first
+    assert {"difference to uniform", "95 % interval from", "p value of the difference"} <= set(first)
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -181,7 +181,8 @@ class Reporter(threading.Thread):
         """Return the id of the MLflow run of this training run, which is created if it does not exist.
 
         The parameters and unsent points that the MLflow run lacks are logged. If it had ended, it is marked as running
-        again.
+        again. It becomes the current run of its method and seed, and current runs of the method with other options
+        become earlier ones.
         """
         name = run_content.mlflow_experiment_name(self._experiment)
         experiment_id = mlflow_store.find_or_create_experiment(client, name)
@@ -204,7 +205,27 @@ class Reporter(threading.Thread):
         run_id = str(run.info.run_id)
         if run.info.status != "RUNNING":
             client.update_run(run_id, "RUNNING")
+        self._mark_as_current(client, experiment_id, run_id, content.params)
         return run_id
+
+    def _mark_as_current(
+        self, client: mlflow_store.Client, experiment_id: str, run_id: str, params: Mapping[str, str]
+    ) -> None:
+        """Mark the MLflow run `run_id`, with parameters `params`, as current, and those that it replaces as earlier.
+
+        It replaces the other runs of its seed, and current runs of the method with other options.
+        """
+
+        def judge(run: mlflow_store.Run) -> bool | None:
+            if run.info.run_id == run_id:
+                return True
+            is_of_seed = run.data.tags["kairos.seed"] == str(self._seed)
+            is_current = run.data.tags.get(run_content.CURRENT) == "true"  # others may not have their parameters yet
+            has_other_options = _options(run.data.params) != _options(params)
+            return False if is_of_seed or (is_current and has_other_options) else None
+
+        tags = {"kairos.experiment": self._experiment.experiment, "kairos.method": self._method}
+        mlflow_store.mark_current_runs(client, experiment_id, tags, judge)
 
     def _read_metrics(self, state: Path) -> int | None:
         """Add the new lines of metrics.jsonl to the unsent points; return the time of the last checkpoint.
@@ -250,3 +271,8 @@ class Reporter(threading.Thread):
         steps_between_lines = json.loads(first_line)["step"]  # the first line is written after this number of steps
         line_count = self._experiment.milestones[-1] // steps_between_lines
         return run_content.choose_stride(line_count)
+
+
+def _options(params: Mapping[str, str]) -> dict[str, str]:
+    """Return the parameters of a training run without its seed: they are equal for all current runs of a method."""
+    return {key: value for key, value in params.items() if key != "seed"}

@@ -4,14 +4,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import unquote_plus
 
 from kairos.files import try_lock
-from kairos.tracking.run_content import COMMIT, Point, RunContent
+from kairos.tracking.run_content import COMMIT, CURRENT, TRAINING, Point, RunContent
 from kairos_timesteps.errors import KairosError
 
 # classes of MLflow, which is imported in functions alone because its import takes a second
@@ -23,6 +23,8 @@ ARTIFACTS = "mlartifacts"
 _DATABASE_SERVERS = ("postgresql", "mysql", "mssql")  # MLflow supports these databases and SQLite
 _LOCK_SECONDS = 120
 _RUNS_PER_PAGE = 500
+_EARLIER = "[earlier] "  # start of the name of a training run that is no current result
+_RUN_NAME = "mlflow.runName"
 _DATASET_SIZES = ("count", "height", "width", "channels")
 DATASET_FIELDS = ("source", "content_sha256", *_DATASET_SIZES)  # fields of the manifest, see `build_dataset_input`
 _EARLIEST_FIRST = "attributes.start_time ASC"  # MLflow orders equal times by run id, so all processes see one order
@@ -208,27 +210,23 @@ def find_or_create_run(
     """
     from mlflow import MlflowException
 
-    conditions = [f"tags.`{key}` = '{value}'" for key, value in content.identifying_tags.items()]
-
-    def search() -> list[Run]:
-        return list(client.search_runs([experiment_id], " and ".join(conditions), order_by=[_EARLIEST_FIRST]))
-
-    runs = search()
+    runs = find_runs(client, experiment_id, content.identifying_tags)
     if not runs:
         client.create_run(
             experiment_id, start_time=start_milliseconds, tags=content.identifying_tags, run_name=content.name
         )
         time.sleep(settle_seconds)
-        runs = search()  # the new run, and runs that other processes have created
+        # the new run, and runs that other processes have created
+        runs = find_runs(client, experiment_id, content.identifying_tags)
     for duplicate in runs[1:]:
         with suppress(MlflowException):  # another job has deleted it
             client.delete_run(duplicate.info.run_id)
     return runs[0]
 
 
-def find_runs(client: Client, experiment_id: str, tag: str, value: str) -> list[Run]:
-    """Return all runs of the MLflow experiment `experiment_id` whose `tag` has a value, the earliest first."""
-    condition = f"tags.`{tag}` = '{value}'"
+def find_runs(client: Client, experiment_id: str, tags: Mapping[str, str]) -> list[Run]:
+    """Return all runs of the MLflow experiment `experiment_id` with these tags, the earliest first."""
+    condition = filter_by_tags(tags)
     runs: list[Run] = []
     page_token = None  # None: the first page
     while True:
@@ -239,6 +237,69 @@ def find_runs(client: Client, experiment_id: str, tag: str, value: str) -> list[
         page_token = page.token
         if not page_token:
             return runs
+
+
+def filter_by_tags(tags: Mapping[str, str]) -> str:
+    """Return the filter of MLflow's search that selects the runs with these tags."""
+    return " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in tags.items())
+
+
+def mark_current_runs(
+    client: Client, experiment_id: str, tags: Mapping[str, str], judge: Callable[[Run], bool | None]
+) -> None:
+    """Mark training runs as current or earlier, by tag `kairos.current` and by the start of their name.
+
+    Runs become earlier before others become current, so an interruption leaves no two current runs of a method and
+    seed. If two processes mark runs at once, the last started of several current runs stays current.
+
+    Args:
+        client: client of the store.
+        experiment_id: id of the MLflow experiment.
+        tags: tags of the training runs that are judged; the name of the kairos experiment is one of them.
+        judge: returns True for a current run, False for an earlier one, and None to leave a run unchanged.
+    """
+    tags = {**tags, "kairos.role": TRAINING}
+    runs = find_runs(client, experiment_id, tags)
+    to_mark = {True: list[Run](), False: list[Run]()}
+    for run in runs:
+        is_current = judge(run)
+        if is_current is not None and run.data.tags.get(CURRENT) != _tag_value(is_current):
+            to_mark[is_current].append(run)
+    for is_current in (False, True):
+        for run in to_mark[is_current]:
+            _mark(client, run, is_current)
+
+    # another process may have marked other runs of a method and seed as current meanwhile
+    if to_mark[True]:
+        current_runs = find_runs(client, experiment_id, {**tags, CURRENT: _tag_value(True)})
+        last_started = {_method_and_seed(run): run.info.run_id for run in current_runs}  # the earliest run comes first
+        for run in current_runs:
+            if run.info.run_id != last_started[_method_and_seed(run)]:
+                _mark(client, run, is_current=False)
+
+
+def _method_and_seed(run: Run) -> tuple[str, str]:
+    """Return method and seed of a training run, as texts."""
+    return run.data.tags["kairos.method"], run.data.tags["kairos.seed"]
+
+
+def _tag_value(is_current: bool) -> str:
+    """Return the value of tag `kairos.current`."""
+    return "true" if is_current else "false"
+
+
+def _mark(client: Client, run: Run, is_current: bool) -> None:
+    """Set tag and name of a training run in one request; a run that another process has deleted is left out."""
+    from mlflow import MlflowException
+    from mlflow.entities import RunTag
+
+    run_id, name = run.info.run_id, run.info.run_name.removeprefix(_EARLIER)
+    tags = {CURRENT: _tag_value(is_current), _RUN_NAME: name if is_current else _EARLIER + name}
+    try:
+        client.log_batch(run_id, tags=[RunTag(tag, value) for tag, value in tags.items()])
+    except MlflowException:
+        if client.get_run(run_id).info.lifecycle_stage != "deleted":
+            raise
 
 
 def create_run(client: Client, experiment_id: str, content: RunContent, start_milliseconds: int) -> Run:

@@ -25,6 +25,8 @@ _CURVE_POINTS = 500  # largest number of points of a curve: a database takes sec
 _PARAM_LIMIT = 6000  # characters of a parameter
 _TAG_LIMIT = 4900  # characters of a tag: older servers accept 5,000
 IDENTIFYING_TAGS = tuple(f"kairos.{name}" for name in ("experiment", "role", "method", "seed", "identity"))
+CURRENT = "kairos.current"  # tag: "true" for a result of the present experiment or a run under way, else "false"
+TRAINING = "training"  # tag `kairos.role` of training runs
 COMMIT = "mlflow.source.git.commit"  # a tag that later imports do not change
 _UNKNOWN_START = datetime(2000, 1, 1, tzinfo=UTC)  # start of a training run without recorded times
 
@@ -87,7 +89,7 @@ def build_experiment_run(results: "Results") -> RunContent:
         identifying_tags={"kairos.experiment": name, "kairos.role": "experiment"},
         params={"methods": ", ".join(results.methods)[:_PARAM_LIMIT], "model": results.experiment.model.name},
         points=list(convert_record(reference_values, step=0, time_of_step=time_of_step)),
-        tags={"kairos.data": results.dataset["content_sha256"], **build_source_tags(provenance)},
+        tags={CURRENT: "true", "kairos.data": results.dataset["content_sha256"], **build_source_tags(provenance)},
     )
 
 
@@ -117,7 +119,7 @@ def identify_training_run(experiment: "Experiment", method: str, seed: int, iden
     """
     return {
         "kairos.experiment": experiment.experiment,
-        "kairos.role": "training",
+        "kairos.role": TRAINING,
         "kairos.method": method,
         "kairos.seed": str(seed),
         "kairos.identity": identity,

@@ -85,6 +85,10 @@ def _import_results(results: Results, uri: str) -> dict[str, Any]:
                 progress.advance()
             progress.close()
 
+            # earlier runs are those of other options, or of methods and seeds that the experiment no longer has
+            current_ids = set(run_ids.values())
+            tags = {"kairos.experiment": results.experiment.experiment}
+            mlflow_store.mark_current_runs(client, experiment_id, tags, lambda run: run.info.run_id in current_ids)
             _complete_parent_run(store, parent_content, parent_run, results, digests)
     return {
         "imported": True,
@@ -160,7 +164,7 @@ def _open_store(client: mlflow_store.Client, experiment_id: str, name: str) -> _
     """Return the `_Store` of an MLflow experiment, with the runs of the kairos experiment `name` in it."""
     # one search for all runs takes a fraction of the time of a search for each run
     runs_by_tags: dict[tuple[str | None, ...], list[mlflow_store.Run]] = {}
-    for run in mlflow_store.find_runs(client, experiment_id, "kairos.experiment", name):
+    for run in mlflow_store.find_runs(client, experiment_id, {"kairos.experiment": name}):
         key = tuple(run.data.tags.get(tag) for tag in run_content.IDENTIFYING_TAGS)
         runs_by_tags.setdefault(key, []).append(run)
     return _Store(client, experiment_id, runs_by_tags)

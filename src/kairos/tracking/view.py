@@ -5,22 +5,38 @@ from bisect import bisect
 from itertools import accumulate
 from pathlib import Path
 from string import Template
+from typing import Any
 
+from kairos.config import Experiment
 from kairos.report import compare, formatting, ranking
 from kairos.report.collect import Results
 from kairos.report.equal_time import describe_clock
 from kairos.report.findings import find_warnings, summarise_outcome
-from kairos.tracking.mlflow_store import Client
+from kairos.tracking.mlflow_store import Client, filter_by_tags
+from kairos.tracking.run_content import CURRENT, flatten
 from kairos_timesteps.errors import KairosError
+from kairos_timesteps.options import default_values
 
 KEY = "kairos"
 TAG = f"mlflow.sharedViewState.{KEY}"  # the tag that MLflow's button `Share` writes
 NOTE = "mlflow.note.content"
 _RUNS_WORKSPACE = "workflowType=machine_learning"  # selects the one of MLflow's two workspaces that shows runs
-# columns of the note's table, a selection from `build_comparison_table`
-_COLUMNS = ["method", "seeds", "value", "difference", "low", "high", "p_value", "speedup_steps", "speedup_seconds"]
+# columns of the note's table: a selection from `build_comparison_table`, and the options; each with its heading
+_COLUMNS = {
+    "method": "method",
+    "options": "options",
+    "seeds": "seeds",
+    "value": "{metric} at step {step}: mean ± standard deviation",
+    "difference": "difference to {baseline}",
+    "low": "95 % interval from",
+    "high": "to",
+    "p_value": "p value of the difference",
+    "speedup_steps": "speed-up in steps to the final value of {baseline}",
+    "speedup_seconds": "speed-up in seconds of training to that value",
+}
 _HEADING_METHODS = 5  # largest number of methods in the heading of a note
-# characters of the table and of the warnings: older servers accept tags of 5,000
+_TAG_LIMIT = 4900  # characters: older servers accept tags of 5,000
+# characters of the table and of the warnings in a note
 _TABLE_LIMIT = 2600
 _WARNINGS_LIMIT = 900
 
@@ -35,8 +51,6 @@ def build_experiment_tags(results: Results, outcome: str, parent_id: str, experi
         outcome: comparison of methods from `build_note`, the start of the experiment's note.
         parent_id: id of the experiment's parent run, which contains the report.
     """
-    layout = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8"))
-    comparison = json.loads(layout.substitute(metric=results.distance_metric, loss=results.validation_metric))
     report_link = f"[report](#/experiments/{experiment_id}/runs/{parent_id}/artifacts/report.html?{_RUNS_WORKSPACE})"
     charts_link = f"[charts]({comparison_path(experiment_id)}&compareRunsMode=CHART)"
     note = (
@@ -45,18 +59,71 @@ def build_experiment_tags(results: Results, outcome: str, parent_id: str, experi
         f"also shown as {charts_link}."
     )
     return {
-        TAG: json.dumps(comparison, separators=(",", ":")),
+        TAG: _build_comparison(results),
         NOTE: note,
         "mlflow.experimentKind": "custom_model_development",  # without it MLflow asks the user
     }
 
 
+def _build_comparison(results: Results) -> str:
+    """Return the layout of the prepared comparison: view.json with the metric, a filter, and the options as columns.
+
+    The filter selects the current runs of the experiment. The options of `select_options` follow the names of sampler
+    and weighting. The other options are the last columns, as many as fit into a tag.
+    """
+    layout = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8"))
+    experiment = results.experiment
+    current_runs = filter_by_tags({"kairos.experiment": experiment.experiment, CURRENT: "true"})
+    comparison = json.loads(
+        layout.substitute(metric=results.distance_metric, loss=results.validation_metric, filter=current_runs)
+    )
+
+    # columns of the layout up to the weighting, options that differ from defaults, further columns, other options
+    columns = comparison["columnOrder"]
+    position = columns.index("params.`weighting.name`") + 1
+    selected = [name for options in select_options(experiment).values() for name in options]
+    logged = [name for settings in experiment.methods.values() for name, _ in flatten(settings.model_dump(mode="json"))]
+    selected_columns = [f"params.`{name}`" for name in selected]
+    other_columns = [f"params.`{name}`" for name in logged]
+    columns = list(dict.fromkeys([*columns[:position], *selected_columns, *columns[position:], *other_columns]))
+    while True:
+        text = json.dumps(comparison | {"columnOrder": columns, "selectedColumns": columns}, separators=(",", ":"))
+        if len(text) <= _TAG_LIMIT:
+            return text
+        columns.pop()
+
+
+def select_options(experiment: Experiment) -> dict[str, dict[str, str]]:
+    """Return the options of each method that differ from their defaults, as texts by name, such as ``weighting.gamma``.
+
+    If an option of a component differs from its default in any method, all methods with this component have it, so that
+    their values can be compared.
+    """
+    options = dict[tuple[str, str], dict[str, Any]]()  # by method, and by kind and name of the component
+    not_default = set[tuple[str, str]]()  # kind and name of the component, name of the option
+    for method, settings in experiment.methods.items():
+        for component in settings.components:
+            kind = component.registry.kind
+            component_key = f"{kind} {component.name}"
+            defaults = dict(flatten(default_values(component.component_class), f"{kind}."))
+            # None for an option that has a default and is set to None: `flatten` leaves it out
+            values = {**dict.fromkeys(defaults), **dict(flatten(component.plain_options(), f"{kind}."))}
+            options[method, component_key] = values
+            not_default |= {(component_key, name) for name, value in values.items() if value != defaults.get(name)}
+    selected: dict[str, dict[str, str]] = {method: {} for method in experiment.methods}
+    for (method, component_key), values in options.items():
+        for name, value in values.items():
+            if (component_key, name) in not_default:
+                selected[method][name] = str(value)
+    return selected
+
+
 def build_note(results: Results) -> str:
     """Return the comparison of methods in Markdown: a heading, the outcome, warnings, and a table.
 
-    Heading and table list the methods by the primary metric, the lowest value first. The heading lists at most five
-    methods. Table and warnings are cut to the lines that fit into a tag. If the results cannot be compared, the note is
-    only the reason.
+    Heading and table list the methods by the primary metric, the lowest value first, with the options of
+    `select_options`. The heading lists at most five methods. Table and warnings are cut to the lines that fit into a
+    tag. If the results cannot be compared, the note is only the reason.
     """
     try:
         rows = ranking.compare_methods(results.measurements)
@@ -65,24 +132,33 @@ def build_note(results: Results) -> str:
     except KairosError as error:
         return str(error)
     values = [formatting.format_plus_minus(value, spread) for value, spread in zip(table["value"], table["spread"])]
+    options_by_method = select_options(results.experiment)
+    options = [
+        ", ".join(f"{name}={value}" for name, value in options_by_method[method].items()) for method in table["method"]
+    ]
 
     # heading; the table's rows are in order, the lowest value first
     best, *others = (f"{method} {value}" for method, value in zip(table["method"], values))
-    first_methods = ", ".join([f"**{best}**", *others[: _HEADING_METHODS - 1]])
+    with_options = f" ({options[0]})" if options[0] else ""
+    first_methods = ", ".join([f"**{best}**{with_options}", *others[: _HEADING_METHODS - 1]])
     not_ranked = ""
     if not rows[0].metric_can_rank:
         not_ranked = " (not ranked, see the reason below)"
     elif not rows[0].is_ranked:
         not_ranked = f" (too few seeds to rank: {rows[0].seed_count})"
-    heading = f"{results.primary_metric}, lowest first{not_ranked}: {first_methods}"
+    heading = f"{results.primary_metric}, mean ± standard deviation, lowest first{not_ranked}: {first_methods}"
 
     # outcome, warnings and table
     outcome = " ".join([*summarise_outcome(results, rows), describe_clock(results.measurements, results.runs)])
-    columns = table.assign(value=values)[_COLUMNS].rename(columns={"value": results.primary_metric})
     paragraphs = [heading, outcome]
     warnings = "\n".join(f"- {warning}" for warning in find_warnings(results))
     if warnings:
         paragraphs.append(f"Before you rely on these numbers:\n\n{_cut_lines(warnings, _WARNINGS_LIMIT)}")
+    columns = table.assign(value=values, options=options)[[*_COLUMNS]]
+    if not any(options):
+        columns = columns.drop(columns="options")
+    terms = {"metric": results.primary_metric, "step": f"{table['step'][0]:,}", "baseline": table["baseline"][0]}
+    columns = columns.rename(columns={column: heading.format_map(terms) for column, heading in _COLUMNS.items()})
     paragraphs.append(_cut_lines(compare.format_table(columns, "md"), _TABLE_LIMIT))
     return "\n\n".join(paragraphs)
 
