@@ -1,6 +1,7 @@
 """Recipes of the papers contain all rows of their tables with the published numbers, and kairos accepts them."""
 
 import csv
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -12,8 +13,10 @@ from small_form import shrink_experiment
 
 from kairos.cli import main
 from kairos.config import load, validate
+from kairos.config.published_results import ClaimConfig
 from kairos.config.reading import read_experiment_file
 from kairos.costs.estimate import estimate_cost
+from kairos.report.published_numbers import compute_published_factor
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
 from marks import mark_long
@@ -40,7 +43,7 @@ def test_every_table_has_its_files():
     names_by_paper = {paper: {path.stem for path in FILES if path.parent.name == paper} for paper in TABLES}
     for paper, tables in TABLES.items():
         assert {match[1] for name in names_by_paper[paper] if (match := re.match(r"table(\d+)(_|$)", name))} == tables
-    assert {"figure7a", "figure7b", "super_resolution"} <= names_by_paper["speed"]
+    assert {"figure6_long", "figure7a", "figure7b", "super_resolution"} <= names_by_paper["speed"]
     names = [load(file).experiment for file in FILES]
     assert names == [f"{file.parent.name}_{file.stem}" for file in FILES]
 
@@ -95,6 +98,51 @@ def test_fields_of_recipes_do_not_change_other_experiments():
     assert validate(recipe.plain()) == recipe
 
 
+CLAIMS = [file for file in FILES if load(file).claim is not None]
+
+
+@pytest.mark.parametrize("file", CLAIMS, ids=[file.stem for file in CLAIMS])
+def test_published_rows_confirm_the_claim_or_the_recipe_states_that_they_do_not(file):
+    """The factor by the published rows, without an interval, is at least the claim, or the header has a sentence."""
+    experiment, header = load(file), " ".join(re.findall(r"(?m)^# *(.*)$", file.read_text()))
+    factor = compute_published_factor(experiment.published, experiment.claim)
+    if factor is None:
+        assert "the published rows cannot confirm the claim" in header
+    else:
+        assert f"published rows give {factor:.2f}" in header.replace("#", "")
+        assert factor >= experiment.claim.factor or "do not confirm it" in header
+
+
+@pytest.mark.parametrize("file", CLAIMS, ids=[file.stem for file in CLAIMS])
+def test_a_claim_quotes_its_paper(file):
+    """The quoted parts of a claim's sentence are in a text of the paper."""
+    if not (SHARED / "papers").is_dir():
+        pytest.skip(f"{SHARED} is not here")
+    texts = [re.sub(r"[\s$\\*]|times", "", text.read_text()).lower() for text in (SHARED / "papers").glob("*.txt")]
+    for quoted in re.findall(r'"(.+?)"', load(file).claim.sentence):
+        squeezed = re.sub(r"\s|times", "", quoted).replace("3x", "3").lower()
+        assert any(squeezed in text for text in texts), quoted
+
+
+def test_the_factor_of_published_rows_is_the_quantity_of_the_claim():
+    """Wang et al. 2025, table 13: 1.69 for the final distance, 2.08 for the highest ratio along the curves."""
+    block = load(ROOT / "recipes/speed/table13.yaml").published[0]
+    metfaces = load(ROOT / "recipes/speed/table1_metfaces.yaml").published[0]
+    ffhq = load(ROOT / "recipes/speed/table1_ffhq.yaml").published[0]
+    values = {"sentence": "x", "factor": 2.0, "method": "speed", "baseline": "uniform"}
+    final, highest = (ClaimConfig(**values, quantity=name) for name in ("final_distance", "highest_ratio"))
+    factors = [compute_published_factor([rows], final) for rows in (ffhq, block, metfaces)]
+    assert factors == [pytest.approx(value, abs=0.005) for value in (1.06, 1.69, 2.52)]
+    factors = [compute_published_factor([rows], highest) for rows in (ffhq, block, metfaces)]
+    assert factors == [pytest.approx(value, abs=0.005) for value in (2.08, 2.08, 2.52)]
+    timed = ClaimConfig(**values, quantity="final_distance", cost="time", overhead=1.5)
+    assert compute_published_factor([block], timed) == pytest.approx(1.69 / 1.5, abs=0.005)
+    adaptive = ClaimConfig(**values | {"method": "adaptive"}, quantity="final_distance", cost="time", overhead=1.5)
+    for schedule, expected in (("linear", 1.53), ("cosine", 0.70), ("quadratic", 0.80)):  # as the recipe states
+        rows = load(ROOT / f"recipes/adaptive/table1_{schedule}.yaml").published
+        assert compute_published_factor(rows, adaptive) == pytest.approx(expected, abs=0.005)
+
+
 def write_yaml(folder, name, **values):
     (folder / name).write_text(yaml.safe_dump(values))
     return folder / name
@@ -141,6 +189,8 @@ BLOCK = {
     "steps": [1000], "rows": {"a": [2.0]},
 }  # fmt: skip
 
+CLAIM = {"sentence": "x", "factor": 2.0, "quantity": "final_distance", "method": "a", "baseline": "b"}
+
 
 @pytest.mark.parametrize(
     ("changed", "message"),
@@ -158,7 +208,10 @@ def test_inconsistent_published_rows_are_rejected(changed, message):
     with pytest.raises(ConfigError, match=message):
         validate({**values, "published": [BLOCK | changed]})
     with pytest.raises(ConfigError, match=r"claim.baseline: got c, allowed: one of a, b"):
-        validate({**values, "claim": {"factor": 2.0, "method": "a", "baseline": "c"}})
+        validate({**values, "claim": CLAIM | {"baseline": "c"}})
+    for wrong in ({"quantity": "highest_ratio", "cost": "time"}, {"overhead": 1.5}, {"sentence": ""}):
+        with pytest.raises(ConfigError, match=r"claim\.(cost|overhead|sentence): got"):
+            validate({**values, "claim": CLAIM | wrong})
 
 
 TINY = {
@@ -187,6 +240,7 @@ def test_all_files_of_a_folder_are_checked_by_one_command(capsys, tmp_path):
 
 def test_the_cheapest_test_of_a_claim_is_found_in_a_folder(capsys, tmp_path):
     claim = {"factor": 3.0, "method": "adaptive", "baseline": "uniform", "cost": "steps"}
+    claim |= {"sentence": '"three times" (a paper)', "quantity": "final_distance"}
     write_yaml(tmp_path, "long.yaml", experiment="a", claim=claim, **TINY)
     short = TINY["training"] | {"milestones": [100, 200]}
     write_yaml(tmp_path, "short.yaml", experiment="b", claim=claim | {"cost": "time"}, **TINY | {"training": short})
@@ -207,7 +261,14 @@ def test_the_cheapest_test_of_a_claim_is_found_in_a_folder(capsys, tmp_path):
     sampling = 3 * 100 * 50 * forward / PEAKS["A100"]["fp32"]  # one snapshot of uniform, two of adaptive
     assert long.test_gpu_hours("A100", 1.0) == pytest.approx(SEEDS * (trained + sampling) / 1e12 / 3600)
     (sentence,) = describe_claims([long, brief], 0.5)
-    assert f"the cheapest test is {tmp_path}/short.yaml with 5 seeds,\n  uniform at 200 and adaptive at 100" in sentence
+    assert f"he cheapest test is {tmp_path}/short.yaml with 5 seeds,\n  uniform at 200 and adaptive at 100" in sentence
+    assert sentence.strip().startswith(
+        '"three times" (a paper). As a test: adaptive needs 3 times less training time for'
+    )
+    highest = long.experiment.model_copy(update={"claim": ClaimConfig(**claim | {"quantity": "highest_ratio"})})
+    along = dataclasses.replace(long, experiment=highest)
+    assert along.test_steps == {"uniform": 400, "adaptive": 400}
+    assert along.test_gpu_hours("H100", 0.5) == pytest.approx(SEEDS / 2 * along.gpu_hours("H100", 0.5))
     assert main(["plan", str(tmp_path)]) == 2 and "pass an experiment file" in capsys.readouterr().err
 
 
@@ -306,4 +367,4 @@ def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
     assert f"| {ran['seconds']} | {paper_pages.plain(ran['result'])} |" in page
     monkeypatch.setattr(paper_pages, "SMALL", ROOT / "absent.csv")
     assert "| – | – |" in paper_pages.paper("adaptive")
-    assert "uniform at 477,360 and adaptive at 318,240 steps" in page
+    assert "cheapest test" not in page, "neither file has a claim"

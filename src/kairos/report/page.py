@@ -78,6 +78,7 @@ def render_page(results: Results, figures: Path) -> str:
         costs=_sum_costs(results.jobs),
         published_numbers=published_numbers.compare_published_numbers(results),
         accelerations=_compute_accelerations(results),
+        acceleration_by_chance=published_numbers.compute_baseline_acceleration_by_chance(results),
         claim=published_numbers.judge_claim(results),
         shared_provenance=shared_provenance,
         varying_provenance=varying_provenance,
