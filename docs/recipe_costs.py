@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kairos.config import Experiment, find_experiment_files, load
+from kairos.costs.cards import PEAKS
 from kairos.costs.estimate import CostEstimate, estimate_cost
 from kairos.costs.network import NetworkCost, count_network_cost
 from kairos.report.formatting import format_number
 from kairos.report.published_numbers import compute_published_factor, describe_claim
 
-# 10^12 operations per second without sparsity: NVIDIA's data sheets of the SXM forms; fp32 does not use tensor cores
-PEAKS = {
-    "H100": {"fp32": 67.0, "tf32": 494.7, "bf16": 989.4, "fp64": 67.0},
-    "A100": {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp64": 19.5},
-}
 SEEDS = 5  # number of seeds for a claim; with fewer, the report tests no differences
 
 

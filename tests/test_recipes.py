@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from recipe_costs import PEAKS, SEEDS, describe_claims, load_recipes, select_cheapest_tests
+from recipe_costs import SEEDS, describe_claims, load_recipes, select_cheapest_tests
 from small_form import shrink_experiment
 
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.config.published_results import ClaimConfig
 from kairos.config.reading import read_experiment_file
+from kairos.costs.cards import PEAKS
 from kairos.costs.estimate import estimate_cost
 from kairos.report.published_numbers import compute_published_factor
 from kairos_timesteps.components import SAMPLERS
