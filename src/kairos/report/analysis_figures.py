@@ -201,10 +201,11 @@ def _draw_cosines(
 
 
 def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw a matrix per method and snapshot: how training on an interval of the process changes the loss on each, in %.
+    """Draw a matrix per method and snapshot: how training on an interval of the process changes the loss on each.
 
     Rows are trained intervals, and the last row is the whole process. Columns are the intervals of the measured loss.
-    A change is relative to the loss before, both means over the seeds.
+    The numbers are the loss after minus before, as in Kim et al. 2025, figure 4, means over the seeds. The colours are
+    the change relative to the loss before.
     """
     figure, panels = _create_panels(table, ["method", "step"], columns=3, width=3.6, height=3.6, row_space=0.95)
     for axes, (method, step), rows in panels:
@@ -215,13 +216,14 @@ def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure
         names = [f"{100 * low:.0f}–{100 * high:.0f} %" for low, high in intervals]
         norm = SymLogNorm(1, vmin=-1000, vmax=1000)  # linear from -1 % to 1 %
         _draw_matrix(axes, percentages, columns=names, rows=[*names, "all"], norm=norm)
+        differences = mean["change"].unstack("part").to_numpy()
         for (row, column), value in np.ndenumerate(percentages.to_numpy()):
             is_dark = value > 100 or value < -20  # the colour of the cell: purple darkens earlier than orange
-            text = f"{value:+.1f}" if abs(value) < 10 else f"{value:+.0f}"
+            text = f"{differences[row, column]:+.1g}"
             color = "white" if is_dark else INK
             axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
         axes.set(xlabel="measured on (0: clean)", ylabel="trained on")
-        axes.set_title(f"{method}, step {step:,}: change of loss, %")
+        axes.set_title(f"{method}, step {step:,}: loss after minus before")
     return figure
 
 
