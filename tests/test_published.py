@@ -1,6 +1,7 @@
 """Published and measured numbers: comparable rows, obstacles, and accelerations."""
 
 import csv
+import dataclasses
 import html
 import json
 import shutil
@@ -84,6 +85,21 @@ def test_settings_that_a_paper_omits_are_no_obstacle(folder):
         row.obstacle
         for row in published_numbers.compare_published_numbers(collect(make_recipe(BLOCK | omitted), folder))
     )
+
+
+@pytest.mark.parametrize(
+    ("published", "obstacle"),
+    [(None, "guidance 1.5, published: not stated"), (3.0, "guidance 1.5, published 3.0"), (1.5, "")],
+)
+def test_conditional_images_are_comparable_only_with_the_published_guidance(folder, published, obstacle):
+    recipe = make_recipe(BLOCK | {"guidance": published})
+    assert not any(row.obstacle for row in published_numbers.compare_published_numbers(collect(recipe, folder)))
+    results = collect(recipe, folder)
+    model = recipe.model.model_copy(update={"conditions": ["class"]})
+    sampling = recipe.sampling.model_copy(update={"guidance_scale": 1.5})
+    guided = recipe.model_copy(update={"model": model, "sampling": sampling})
+    rows = published_numbers.compare_published_numbers(dataclasses.replace(results, experiment=guided))
+    assert {row.obstacle for row in rows} == {obstacle}
 
 
 def test_rows_without_a_measured_number_report_the_reason(folder):

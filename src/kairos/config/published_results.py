@@ -51,7 +51,13 @@ class PublishedConfig(Section):
     extractor: str | None = field("inception", "network that computes the features of the metric")
     samples: int | None = field(None, "number of generated images")
     sampling_steps: int | None = field(None, "solver steps per generated image")
-    reference: Literal["train", "all"] | None = field(None, "real images of the metric: train or all")
+    guidance: float | None = field(
+        None,
+        "scale of classifier-free guidance, 1: none; null: not stated, not comparable if the network has conditions",
+    )
+    reference: Literal["train", "all", "heldout"] | None = field(
+        None, "real images of the metric: train, all or heldout"
+    )
     differs: str | None = field(None, "reason why no result of kairos is comparable, whatever the settings")
 
     def model_post_init(self, context: object) -> None:

@@ -1,7 +1,8 @@
 """Published numbers with measured ones: which pairs are comparable, and published and measured accelerations.
 
-A pair is comparable if extractor, number of samples, sampling steps, real images and training steps equal those in the
-paper. If one differs, both numbers are shown with the reason. Settings that a paper does not state are ignored.
+A pair is comparable if extractor, number of samples, sampling steps, guidance, real images and training steps equal
+those in the paper. If one differs, both numbers are shown with the reason. Settings that a paper does not state are
+ignored, except guidance: images of a network with conditions are not comparable if their guidance is unknown.
 """
 
 from collections.abc import Iterator
@@ -240,6 +241,11 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
         "training steps": (step, row.step),
     }
     obstacles = _describe_unequal_settings(settings)
+    if {"class", "text"} & {*results.experiment.conditions}:  # guidance needs a condition
+        scale = protocol.get("guidance_scale", results.experiment.sampling.guidance_scale)
+        if block.guidance is None:
+            obstacles.append(f"guidance {scale:g}, published: not stated")
+        obstacles += _describe_unequal_settings({"guidance": (scale, block.guidance)})
     if block.differs:
         obstacles.append(block.differs)
     return NumberComparison(
