@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from recipe_costs import PEAKS, Recipe, describe_claims, load_recipes
+from recipe_costs import Recipe, describe_claims, load_recipes
 from reference import plain, table
 
 from kairos.config.published_results import PublishedConfig
+from kairos.costs.cards import PEAKS
 from kairos.costs.rendering import format_bytes
 from kairos.report.formatting import DASH, format_number
 

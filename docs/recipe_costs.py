@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kairos.config import Experiment, find_experiment_files, load
+from kairos.costs.cards import PEAKS
 from kairos.costs.estimate import CostEstimate, estimate_cost
 from kairos.costs.network import NetworkCost, count_network_cost
 from kairos.report.formatting import format_number
+from kairos.report.published_numbers import compute_published_factor, describe_claim
 
-# 10^12 operations per second without sparsity: NVIDIA's data sheets of the SXM forms; fp32 does not use tensor cores
-PEAKS = {
-    "H100": {"fp32": 67.0, "tf32": 494.7, "bf16": 989.4, "fp64": 67.0},
-    "A100": {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp64": 19.5},
-}
 SEEDS = 5  # number of seeds for a claim; with fewer, the report tests no differences
 
 
@@ -62,12 +59,15 @@ class Recipe:
     def test_steps(self) -> dict[str, int]:
         """Training steps that test the claim, by method; empty without a claim.
 
-        The baseline trains to its end. The claimed method trains to the first snapshot at or after the claimed step.
+        The baseline trains to its end. The claimed method trains to the first snapshot at or after the claimed step, or
+        to its end for the highest ratio along both curves.
         """
         claim, snapshots = self.experiment.claim, self.experiment.milestones[1:]  # without step 0
         if claim is None:
             return {}
         final_step = snapshots[-1]
+        if claim.quantity == "highest_ratio":
+            return {claim.baseline: final_step, claim.method: final_step}
         claimed_step = final_step / claim.factor
         if claim.cost == "time":
             methods = self.estimate.methods
@@ -78,13 +78,15 @@ class Recipe:
     def test_gpu_hours(self, gpu: str, utilisation: float) -> float:
         """Return the GPU-hours of testing the claim with `SEEDS` seeds.
 
-        The GPU-hours include training up to `test_steps`, samples of the baseline's last snapshot, and samples of two
-        snapshots of the claimed method. Between these two, the step that reaches the baseline's distance is
-        interpolated.
+        The GPU-hours include training up to `test_steps`. For the highest ratio, all snapshots of both methods are
+        sampled. Otherwise the samples are of the baseline's last snapshot and of two snapshots of the claimed method,
+        between which the step that reaches the baseline's distance is interpolated.
         """
         claim: Any = self.experiment.claim
         snapshots, seed_factor = self.experiment.milestones, SEEDS / len(self.experiment.seeds)
         sampled_snapshots = {claim.baseline: 1, claim.method: 2}
+        if claim.quantity == "highest_ratio":
+            sampled_snapshots = dict.fromkeys(sampled_snapshots, len(snapshots))
         fractions = {}
         for method, step in self.test_steps.items():
             fractions[method] = (step / snapshots[-1], sampled_snapshots[method] / len(snapshots))
@@ -121,7 +123,7 @@ def select_cheapest_tests(recipes: Sequence[Recipe]) -> list[Recipe]:
     for recipe in sorted(with_claim, key=lambda recipe: recipe.test_gpu_hours("H100", 1.0)):
         claim: Any = recipe.experiment.claim
         paper = recipe.file.parent  # the recipes of a paper share a folder
-        cheapest.setdefault((paper, claim.factor), recipe)  # keeps the first, which is the cheapest
+        cheapest.setdefault((paper, claim.sentence), recipe)  # keeps the first, which is the cheapest
     return list(cheapest.values())
 
 
@@ -134,7 +136,9 @@ def describe_claims(recipes: Sequence[Recipe], utilisation: float) -> Iterator[s
     """
     for recipe in select_cheapest_tests(recipes):
         claim: Any = recipe.experiment.claim
-        claim_text = f"{claim.method} {claim.factor:g} times faster than {claim.baseline}, in {claim.cost}"
+        published = compute_published_factor(recipe.experiment.published, claim)
+        by_rows = "without published curves" if published is None else f"by the published rows {published:.2f}"
+        claim_text = f"{claim.sentence}. As a test: {describe_claim(claim)}; {by_rows}"
         steps = " and ".join(f"{name} at {step:,}" for name, step in recipe.test_steps.items())
         hours = " or ".join(f"{format_number(recipe.test_gpu_hours(gpu, utilisation))} {gpu}-hours" for gpu in PEAKS)
-        yield f"\n{claim_text}: the cheapest test is {recipe.file} with {SEEDS} seeds,\n  {steps} steps: {hours}"
+        yield f"\n{claim_text}. The cheapest test is {recipe.file} with {SEEDS} seeds,\n  {steps} steps: {hours}"

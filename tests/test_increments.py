@@ -6,9 +6,11 @@ import sys
 import numpy as np
 import pytest
 
+from kairos.analyses.settings import AreasOptions, IncrementsOptions
 from kairos.increments import AREAS, PROCESSES, increments, process_coefficients
 from kairos_timesteps.diffusion.schedule import SCHEDULES, linear_coefficients, make_schedule
 from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.strategy import Strategy
 
 
 def test_published_boundaries_of_the_linear_schedule():
@@ -19,6 +21,21 @@ def test_published_boundaries_of_the_linear_schedule():
         assert result.convergence == pytest.approx(tau, abs=0.005)
     delta, beta_0 = linear_coefficients(schedule)
     assert beta_0 + delta * 220 / 1000 == pytest.approx(np.sqrt(delta / 1000), rel=1e-3)  # section 2.5
+
+
+def test_the_default_area_of_convergence_is_the_one_that_the_paper_suppresses():
+    """The paper's tau = 700 is r = 138.6; "one magnitude", r = 10, would be 477."""
+    schedule = make_schedule("linear")
+    result = increments("vp", schedule)
+    assert result.convergence == pytest.approx(700, abs=0.01) and result.suppression == 700
+    converged = result.t[result.area() == "convergence"]
+    p = Strategy("speed", "linear").table()["p"]
+    suppressed = np.flatnonzero(p < p[0] / 2) + 1  # timestep t of kairos is t + 1 of the paper
+    assert converged.tolist() == suppressed[:-1].tolist(), "the last timestep has no increment"
+    assert increments("vp", schedule, r=10.0).convergence == pytest.approx(477.05, abs=0.01)
+    for name, options in (("areas", AreasOptions()), ("increments", IncrementsOptions())):
+        assert options.r == result.r, name
+    assert increments("edm").suppression is None
 
 
 def test_published_variance_and_variance_of_the_forward_step():
@@ -101,7 +118,7 @@ def test_areas_of_other_schedules_follow_their_formulas():
     first = 0.01
     slope = (np.sqrt(0.02) - first) / 999  # sqrt(beta) = first + slope (t - 1); beta' = beta² at the peak
     peak = ((2 * slope) ** (1 / 3) - first) / slope + 1
-    assert increments("vp", make_schedule("quadratic")).deceleration == pytest.approx(peak, abs=1)
+    assert increments("vp", make_schedule("quadratic"), r=5.0).deceleration == pytest.approx(peak, abs=1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -118,7 +135,7 @@ def test_areas_are_in_order(schedule):
 
 
 def test_ve_and_edm_have_no_peak():
-    ve, edm = increments("ve"), increments("edm")
+    ve, edm = increments("ve", r=5.0), increments("edm", r=5.0)
     assert ve.deceleration is None and set(ve.area()) == {"steady", "convergence"}
     assert edm.deceleration is None and set(edm.area()) == {"acceleration", "convergence"}
     assert ve.convergence == pytest.approx(4) and edm.convergence == pytest.approx(2)  # sigma = 2 where 1 + sigma² = 5
@@ -134,7 +151,7 @@ def test_ve_and_edm_have_no_peak():
 
 def test_rectified_flow_equals_its_closed_form():
     """x_t = (1 - t) x0 + t noise in T equal steps: no peak, and converged where noise is twice the signal."""
-    flow, t = increments("flow", timesteps=100), np.arange(100) / 100
+    flow, t = increments("flow", timesteps=100, r=5.0), np.arange(100) / 100
     assert flow.t == pytest.approx(t)
     assert flow.mean[:-1] == pytest.approx(-1 / 100) and (flow.mean**2 <= flow.mean_squared_bound + 1e-15).all()
     assert flow.variance[:-1] == pytest.approx((t**2 + (t + 0.01) ** 2)[:-1])

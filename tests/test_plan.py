@@ -381,3 +381,31 @@ def test_a_large_recipe_is_planned_in_seconds(tmp_path: Path, capsys: pytest.Cap
 def test_experiments_can_be_planned(name: str) -> None:
     """The experiments use every method on latents, EDM's process on pixels, and latents of a trained autoencoder."""
     assert estimate_cost(load(ROOT / f"experiments/{name}.yaml"), tflops=10.0).hours_by_method
+
+
+def test_a_card_has_its_peak_at_the_precisions_of_the_experiment(capsys):
+    """A bf16 peak for an fp32 experiment would print a fifteenth of its hours."""
+    experiment = load(ROOT / "recipes/adaptive/table1_linear.yaml")
+    assert experiment.training.precision == experiment.sampling.precision == "fp32"
+
+    def hours(**options):
+        estimate = estimate_cost(experiment, count_network=lambda *arguments: cost, **options)
+        return sum(estimate.hours_by_method.values())
+
+    cost = estimate_cost(experiment).network
+    assert hours(card="h100") == pytest.approx(hours(tflops=67.0))
+    assert hours(tflops=989.4) == pytest.approx(hours(card="H100") * 67.0 / 989.4)
+    mixed = experiment.model_copy(update={"training": experiment.training.model_copy(update={"precision": "bf16"})})
+    estimate = estimate_cost(mixed, count_network=lambda *arguments: cost, card="A100")
+    method, at_one = (
+        estimate.methods["uniform"],
+        estimate_cost(mixed, count_network=lambda *arguments: cost, tflops=1.0),
+    )
+    assert method.training_hours == pytest.approx(at_one.methods["uniform"].training_hours / 312)
+    assert method.sampling_hours == pytest.approx(at_one.methods["uniform"].sampling_hours / 19.5)
+    for wrong in ({"card": "T800"}, {"card": "A100", "tflops": 1.0}):
+        with pytest.raises(ConfigError, match="--card"):
+            hours(**wrong)
+    assert main(["plan", str(ROOT / "recipes/speed/table5.yaml"), "--card", "H100"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "H100" in out and "training in tf32, 494.7 TFLOP/s, sampling in fp32, 67" in out

@@ -1,6 +1,7 @@
 """Published and measured numbers: comparable rows, obstacles, and accelerations."""
 
 import csv
+import dataclasses
 import html
 import json
 import shutil
@@ -84,6 +85,21 @@ def test_settings_that_a_paper_omits_are_no_obstacle(folder):
         row.obstacle
         for row in published_numbers.compare_published_numbers(collect(make_recipe(BLOCK | omitted), folder))
     )
+
+
+@pytest.mark.parametrize(
+    ("published", "obstacle"),
+    [(None, "guidance 1.5, published: not stated"), (3.0, "guidance 1.5, published 3.0"), (1.5, "")],
+)
+def test_conditional_images_are_comparable_only_with_the_published_guidance(folder, published, obstacle):
+    recipe = make_recipe(BLOCK | {"guidance": published})
+    assert not any(row.obstacle for row in published_numbers.compare_published_numbers(collect(recipe, folder)))
+    results = collect(recipe, folder)
+    model = recipe.model.model_copy(update={"conditions": ["class"]})
+    sampling = recipe.sampling.model_copy(update={"guidance_scale": 1.5})
+    guided = recipe.model_copy(update={"model": model, "sampling": sampling})
+    rows = published_numbers.compare_published_numbers(dataclasses.replace(results, experiment=guided))
+    assert {row.obstacle for row in rows} == {obstacle}
 
 
 def test_rows_without_a_measured_number_report_the_reason(folder):
@@ -197,27 +213,45 @@ def test_the_published_acceleration_is_interpolated_as_in_speeds_paper():
     assert published_numbers._published_acceleration(blocks, "speed", "uniform") == pytest.approx(50_000 / at)
 
 
+def make_claim(**values):
+    claim = {"sentence": '"faster" (section 1)', "factor": 2.0, "method": "speed", "baseline": "uniform"}
+    return claim | {"quantity": "final_distance"} | values
+
+
 def test_claims_are_judged_by_the_interval(folder):
     verdicts = {}
     for factor in (1.05, 1.3, 20.0):
-        claim = {"factor": factor, "method": "speed", "baseline": "uniform"}
-        verdicts[factor] = published_numbers.judge_claim(collect(make_recipe(claim=claim), folder))
-        assert verdicts[factor].startswith(
-            f"Claimed: a speed-up in steps of {factor:g} for speed until the final distance of"
-        )
+        verdicts[factor] = published_numbers.judge_claim(collect(make_recipe(claim=make_claim(factor=factor)), folder))
+        claimed = f"a speed-up in steps of {factor:g} for speed until the final distance of uniform"
+        assert verdicts[factor].startswith(f'The paper: "faster" (section 1). Claimed: {claimed}')
     assert "confirmed at this length" in verdicts[1.05] and "refuted at this length" in verdicts[20.0]
     assert published_numbers.judge_claim(collect(make_recipe(), folder)) == ""
-    unreached = {"factor": 2.0, "method": "uniform", "baseline": "speed", "cost": "time"}
+    unreached = make_claim(method="uniform", baseline="speed", cost="time")
     assert "Measured: not reached, in 5 of 5 seeds." in published_numbers.judge_claim(
         collect(make_recipe(claim=unreached), folder)
     )
+
+
+def test_a_claim_of_the_highest_ratio_is_judged_by_it_and_shown_with_its_size_by_chance(folder):
+    recipe = make_recipe(BLOCK, claim=make_claim(quantity="highest_ratio"))
+    results = collect(recipe, folder)
+    (acceleration,) = published_numbers.compute_accelerations(results)
+    verdict = published_numbers.judge_claim(results)
+    assert f"Measured: {acceleration.measured.value:.2f}" in verdict
+    assert f"The published rows give {acceleration.published:.2f}" in verdict
+    steps = np.array([100.0, 200.0, 400.0])
+    curves = [np.array([results_tree.distance("uniform", seed, int(step)) for step in steps]) for seed in SEEDS]
+    pairs = zip([curves[-1], *curves[:-1]], curves)
+    by_chance = stats.gmean([highest_cost_ratio(steps, curve, steps, other) for other, curve in pairs])
+    assert by_chance > 1
+    assert f"uniform against uniform of other seeds, by this rule: {by_chance:.2f}" in verdict
 
 
 @pytest.mark.long
 def test_the_report_and_its_table_contain_published_numbers(tmp_path):
     config, folder = results_tree.write(tmp_path, SEEDS, ("uniform", "speed"))
     assert "published numbers" not in page_of(config, folder)
-    claim = {"factor": 1.05, "method": "speed", "baseline": "uniform"}
+    claim = make_claim(factor=1.05)
     build_report(make_recipe(BLOCK, BLOCK | {"table": "8", "samples": 7}, claim=claim), folder)
     with open(folder / "published.csv", newline="") as file:
         reader = csv.DictReader(file)
@@ -228,7 +262,7 @@ def test_the_report_and_its_table_contain_published_numbers(tmp_path):
     assert float(rows[2]["measured"]) == pytest.approx(compute_mean_distance("uniform", 400), rel=1e-12)
     page = html.unescape((folder / "report.html").read_text())
     assert "Published numbers</h2>" in page and "samples 400, published 7" in page and "confirmed at" in page
-    assert "Acceleration over uniform" in page and "here speed" in page
+    assert "Acceleration over uniform" in page and "here speed" in page and "uniform</b> with other seeds" in page
 
 
 def test_an_unfinished_experiment_compares_its_finished_steps(tmp_path):

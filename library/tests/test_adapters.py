@@ -56,7 +56,7 @@ def test_a_linear_scheduler_has_the_tau_and_the_weights_of_the_linear_schedule(d
     by_name = kairos_timesteps.Strategy("speed+change_aware", "linear", sampler={"r": 5})
     for strategy in (by_scheduler, by_name):
         falls = np.diff(strategy.table()["p"]) < -1e-6
-        assert np.flatnonzero(falls).tolist() == [398]  # tau = 399
+        assert np.flatnonzero(falls).tolist() == [397]  # tau = 398
     for column in ("p", "w"):
         np.testing.assert_allclose(by_scheduler.table()[column], by_name.table()[column], rtol=1e-5)
     c = kairos_timesteps.Strategy("vlb", diffusers.DDPMScheduler()).table()["w"]

@@ -294,5 +294,32 @@ def test_the_name_of_a_users_class_does_not_decide_what_a_process_is():
         for strategy in ("speed_official", "speed_v1", "change_aware_official"):
             with pytest.raises(ConfigError, match=f"process: got {name}, allowed: discrete"):
                 kairos_timesteps.Strategy(strategy, process)
-        with pytest.raises(ConfigError, match=r"r: got 5\.0 with schedule"):
-            kairos_timesteps.Strategy("speed", process, sampler={"r": 5.0})
+
+
+def test_a_magnitude_of_speed_suppresses_the_noise_levels_above_it():
+    """SpeeD without timesteps: 1/alpha-bar = 1 + sigma² exceeds r; the step multiplies the density of the process."""
+    edm = kairos_timesteps.Edm()
+    levels = edm.schedule.snr**-0.5
+    assert levels.min() < 0.01 and levels.max() > 60
+    base, r, k = kairos_timesteps.Strategy("edm_log_normal", edm), 10.0, 5.0
+    noisy = levels > (r - 1) ** 0.5
+    q = base.table()["p"]
+    options = {"r": r, "k": k, "density": "edm_log_normal"}
+    p = kairos_timesteps.Strategy("speed", edm, sampler=options).table()["p"]
+    np.testing.assert_allclose(p, np.where(noisy, 1, k) * q / (q[noisy].sum() + k * q[~noisy].sum()), rtol=1e-6)
+    assert p[noisy].sum() < q[noisy].sum() / 4
+    # 0.7 of the levels, even in ln sigma, suppresses nothing that EDM trains: it multiplies the share of such levels
+    plain = kairos_timesteps.Strategy("speed", edm).table()["p"]
+    suppressed = np.arange(1000) >= 700
+    assert plain[suppressed].sum() / q[suppressed].sum() == pytest.approx(3.5, abs=0.1)
+    for process in ("cosine", kairos_timesteps.Flow(), edm):
+        strategy = kairos_timesteps.Strategy("speed", process, sampler={"r": 138.6})
+        falls = np.flatnonzero(np.diff(strategy.table()["p"]) < -1e-6)
+        alphas_cumprod = strategy.process.schedule.alphas_cumprod
+        assert len(falls) == 1 and alphas_cumprod[falls[0]] >= 1 / 138.6 > alphas_cumprod[falls[0] + 1]
+    for density in (
+        {"name": "uniform", "end": 100},
+        {"name": "mixture", "per": "batch", "parts": [{"name": "uniform", "share": 1}]},
+    ):
+        with pytest.raises(ConfigError, match="density: got"):
+            kairos_timesteps.Strategy("speed", "linear", sampler={"density": density})

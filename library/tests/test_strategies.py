@@ -51,7 +51,24 @@ def test_tau_of_speed_equals_the_published_values(r, tau):
     assert tau_of_magnitude(r, make_schedule()) == pytest.approx(tau, abs=0.005)
 
 
-def test_probabilities_of_speed_equal_equation_6():
+# timestep t of kairos is t + 1 of the paper, which suppresses its timesteps after tau (eq. 2)
+@pytest.mark.parametrize(("r", "first"), [(5, 398), (10, 477), (20, 544), (50, 623), (100, 676), (138.6, 700)])
+def test_a_magnitude_of_speed_suppresses_from_the_floor_of_tau(r, first):
+    schedule = make_schedule()
+    tau = tau_of_magnitude(r, schedule)
+    assert first + 1 > tau >= first, "the first timestep of the paper after tau"
+    p = make_sampler({"name": "speed", "r": r}, schedule).probabilities()
+    np.testing.assert_allclose(p[:first], 5 / (1000 + first * 4), rtol=1e-9)
+    np.testing.assert_allclose(p[first:], 1 / (1000 + first * 4), rtol=1e-9)
+
+
+@pytest.mark.parametrize("r", [1.00001, 1e9])
+def test_a_magnitude_without_timesteps_on_both_sides_is_rejected_by_its_name(r):
+    with pytest.raises(ConfigError, match=r"r: got 1.*, allowed: .*between"):
+        make_sampler({"name": "speed", "r": r}, make_schedule())
+
+
+def test_probabilities_of_speed_equal_equation_2():
     p = make_sampler({"name": "speed", "k": 5, "tau": 700}, make_schedule()).probabilities()
     np.testing.assert_allclose(p[:700], 5 / (1000 + 700 * 4), rtol=1e-12)
     np.testing.assert_allclose(p[700:], 1 / (1000 + 700 * 4), rtol=1e-12)

@@ -20,6 +20,9 @@ Differences from the paper, and points that the paper leaves open:
   peak in time: the growth is constant for VE and increases for EDM.
 - The paper does not state the time steps of VE and EDM. Here they follow Karras et al. 2022, table 1. For VE,
   sigma has equal ratios from 0.02 to 100; for EDM, sigma^(1/7) has equal steps between sigma = 0.002 and 80.
+- The paper states r only as "one magnitude reduction", and its tau as 700 of 1000 timesteps of the linear schedule. By
+  theorem 1 that tau is r = 138.6; r = 10 is tau = 477. `PUBLISHED_R` is 138.6, so that the area of convergence is the
+  area that the paper suppresses. r stays an open point of the paper.
 - The paper has no rectified flow, x_t = (1 - t) x0 + t noise. Here it has s = 1 - t and sigma = t/(1 - t), in equal
   steps. The growth of its variance increases too. The magnitude reaches r at t = sqrt(r - 1)/(1 + sqrt(r - 1)).
 """
@@ -30,9 +33,15 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from kairos_timesteps.diffusion.schedule import NoiseSchedule, linear_coefficients, tau_of_magnitude
+from kairos_timesteps.diffusion.schedule import (
+    NoiseSchedule,
+    linear_coefficients,
+    start_of_convergence,
+    tau_of_magnitude,
+)
 from kairos_timesteps.errors import ConfigError
 
+PUBLISHED_R = 138.6  # tau = 700.0 on the linear schedule of 1000 timesteps
 PROCESSES = ("vp", "ve", "edm", "flow")
 AREAS = ("acceleration", "steady", "deceleration", "convergence")
 
@@ -106,6 +115,7 @@ class Increments:
         deceleration: time at which deceleration begins, the argmax of `change`; None if `change` is constant or is
             largest in its last row.
         convergence: time, not rounded to a row, at which the magnitude reaches r; None if that is not before the end.
+        suppression: time from which sampler ``speed`` without r suppresses, 0.7 T; None without timesteps.
     """
 
     process: str
@@ -122,6 +132,7 @@ class Increments:
     r: float
     deceleration: float | None
     convergence: float | None
+    suppression: float | None
 
     def columns(self) -> dict[str, PerIncrement]:
         """Return the attributes that are arrays, by name and in their order; each (T,)."""
@@ -144,7 +155,7 @@ class Increments:
 
 
 def increments(
-    process: str, schedule: NoiseSchedule | None = None, timesteps: int = 1000, r: float = 5.0
+    process: str, schedule: NoiseSchedule | None = None, timesteps: int = 1000, r: float = PUBLISHED_R
 ) -> Increments:
     """Compute the moments of x_{t+1} - x_t at each noise level of a process, and the times at which its areas begin.
 
@@ -197,6 +208,7 @@ def increments(
         r=r,
         deceleration=float(t[peak]) if has_peak else None,
         convergence=levels.convergence if levels.convergence < t[-1] else None,
+        suppression=float(start_of_convergence(None, None, schedule)) if process == "vp" and schedule else None,
     )
 
 

@@ -155,7 +155,11 @@ def parse(component: type[Component], values: Mapping[str, Any], where: str = ""
     """
     where = where or component.__name__
     declared = {declaration.public_name: declaration for declaration in component.options.values()}
-    options = {name: copy.deepcopy(declaration.default) for name, declaration in component.options.items()}
+    options = {}
+    for name, declaration in component.options.items():
+        default = copy.deepcopy(declaration.default)
+        # a default that names a component gets the options of that component
+        options[name] = declaration.component(default, where) if callable(declaration.component) else default
     for key, value in values.items():
         if key not in declared:
             raise unknown_key(key, declared, where)

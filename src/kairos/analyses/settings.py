@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from kairos.components import ComponentOptions, Components
+from kairos.increments import PUBLISHED_R
 from kairos.section import field
 from kairos_timesteps.errors import demand
 
@@ -66,7 +67,7 @@ class AreasOptions(SnapshotOptions):
     title: ClassVar[str] = "Loss and gradient in SpeeD's areas"
 
     name: str = "areas"
-    r: float = field(5.0, "magnitude from which on a time counts as converged", gt=1)
+    r: float = field(PUBLISHED_R, "magnitude from which on a time counts as converged (138.6: SpeeD's tau = 700)", gt=1)
 
 
 @ANALYSES.register
@@ -137,7 +138,7 @@ class IncrementsOptions(AnalysisOptions):
     reads: ClassVar[Reads] = "nothing"
 
     name: str = "increments"
-    r: float = field(5.0, "magnitude from which on a timestep counts as converged", gt=1)
+    r: float = field(PUBLISHED_R, "magnitude from which on a timestep has converged (138.6: SpeeD's tau = 700)", gt=1)
 
 
 def analysed_snapshots(analysis: AnalysisOptions, experiment: Any) -> list[tuple[str, int, int]]:

@@ -12,9 +12,11 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
     steps_per_second = "speed of a training run of the cheapest method"
     parser.add_argument("--steps-per-second", type=float, metavar="R", help=steps_per_second)
-    tflops = "alternative: peak speed of a GPU in training.precision, 10^12 operations per second"
+    card = "alternative: a card, whose peak at the experiment's precisions is used: H100, H200 or A100"
+    parser.add_argument("--card", metavar="NAME", help=card)
+    tflops = "alternative: peak speed of a GPU at all precisions, 10^12 operations per second"
     parser.add_argument("--tflops", type=float, metavar="X", help=tflops)
-    utilisation = "fraction of --tflops that training reaches (0.4)"
+    utilisation = "fraction of the peak that training reaches (0.4)"
     parser.add_argument("--utilisation", type=float, default=0.4, metavar="U", help=utilisation)
     shape = "shape of images or latents, if unknown"
     parser.add_argument("--shape", type=int, nargs=3, metavar=("C", "H", "W"), help=shape)
@@ -54,6 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
         classes=arguments.classes,
         steps_per_second=arguments.steps_per_second,
         tflops=arguments.tflops,
+        card=arguments.card,
         utilisation=arguments.utilisation,
         text_shape=arguments.text,
     )

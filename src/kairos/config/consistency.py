@@ -237,15 +237,19 @@ def _check_strategies(experiment: "Experiment") -> None:
                 schedule=schedule,
                 where=where,
             )
-        if getattr(method.sampler.options, "importance", False):
-            _check_importance(experiment, method_name)
+        has_magnitude = getattr(method.sampler.options, "r", None) is not None
+        if has_magnitude or getattr(method.sampler.options, "importance", False):
+            _check_build(experiment, method_name)
 
 
-def _check_importance(experiment: "Experiment", method_name: str) -> None:
-    """Build the sampler of a method with importance weights, which rejects timesteps that are never drawn.
+def _check_build(experiment: "Experiment", method_name: str) -> None:
+    """Build the sampler of a method, which rejects options that do not fit the noise levels of the process.
+
+    Such options are importance weights with timesteps that are never drawn, and a magnitude of `speed` that no level
+    has.
 
     Raises:
-        ConfigError: there are such timesteps.
+        ConfigError: an option does not fit.
     """
     sampler, diffusion = experiment.methods[method_name].sampler, experiment.diffusion
     process = build_process(diffusion.process, diffusion.prediction, sigma_data=1.0)  # timesteps do not depend on it

@@ -51,7 +51,13 @@ class PublishedConfig(Section):
     extractor: str | None = field("inception", "network that computes the features of the metric")
     samples: int | None = field(None, "number of generated images")
     sampling_steps: int | None = field(None, "solver steps per generated image")
-    reference: Literal["train", "all"] | None = field(None, "real images of the metric: train or all")
+    guidance: float | None = field(
+        None,
+        "scale of classifier-free guidance, 1: none; null: not stated, not comparable if the network has conditions",
+    )
+    reference: Literal["train", "all", "heldout"] | None = field(
+        None, "real images of the metric: train, all or heldout"
+    )
     differs: str | None = field(None, "reason why no result of kairos is comparable, whatever the settings")
 
     def model_post_init(self, context: object) -> None:
@@ -98,14 +104,27 @@ class PublishedConfig(Section):
 
 
 class ClaimConfig(Section):
-    """A paper's claim: a method reaches the baseline's final distance at a fraction of the baseline's cost."""
+    """A paper's claim that a method needs less training than a baseline."""
 
-    factor: float = field(
-        ..., "cost of the baseline over cost of the method, up to the baseline's final distance", gt=1
+    sentence: str = field(..., "sentence of the paper, quoted, with its place", min_length=1)
+    factor: float = field(..., "least cost of the baseline over cost of the method", ge=1)
+    quantity: Literal["final_distance", "highest_ratio"] = field(
+        ..., "distance at which costs are compared: the baseline's final one, or the one of the highest ratio"
     )
     cost: Literal["steps", "time"] = field("steps", "unit of the cost: training steps or time")
+    overhead: float = field(1.0, "published time of the method's step over the baseline's, for cost time", gt=0)
     method: str = field(..., "the faster method")
     baseline: str = field(..., "the slower method")
+
+    def model_post_init(self, context: object) -> None:
+        """Check that the highest ratio is of steps, and that steps have no overhead.
+
+        Raises:
+            ValueRejected: one of them does not hold.
+        """
+        if self.quantity == "highest_ratio":
+            demand(self.cost == "steps", "claim.cost", self.cost, "steps with quantity highest_ratio")
+        demand(self.overhead == 1 or self.cost == "time", "claim.overhead", self.overhead, "1 with cost steps")
 
     def check_methods(self, methods: Collection[str]) -> None:
         """Check that `method` and `baseline` are methods of the experiment.

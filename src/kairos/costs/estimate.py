@@ -114,6 +114,7 @@ def estimate_cost(
     utilisation: float = 0.4,
     text_shape: Sequence[int] | None = None,
     count_network: Callable[..., NetworkCost] = count_network_cost,
+    card: str | None = None,
 ) -> CostEstimate:
     """Estimate the cost of an experiment without running it. Times are of training and sampling only.
 
@@ -129,6 +130,7 @@ def estimate_cost(
         utilisation: fraction of `tflops` that training reaches.
         text_shape: tokens and width of an encoded text; None: read from the data or the experiment file.
         count_network: function that counts the cost of the backbone, with the arguments of `count_network_cost`.
+        card: name of a card in `cards.PEAKS`, whose peaks at the precisions are used; the third alternative.
 
     Raises:
         ConfigError: an argument or a field is not allowed, or a shape is not known.
@@ -174,6 +176,8 @@ def estimate_cost(
         tflops=tflops,
         utilisation=utilisation,
         unit=unit,
+        card=card,
+        precisions=(training.precision, experiment.sampling.precision),
     )
     if rate is None:
         rate = step_rate.measured_rate(results, flops, devices=training.processes)
@@ -223,7 +227,7 @@ def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward
     images_per_run = evaluation.num_samples * evaluation.sets * len(experiment.milestones)  # step 0 is sampled too
     passes_per_nfe = 2 if sampling.guidance_scale != 1 else 1  # guidance needs a pass without conditions
     forward_passes = seed_count * images_per_run * sampling.nfe * passes_per_nfe  # passes of one image
-    sampling_seconds = forward_passes * forward_flops / rate.flops_per_second
+    sampling_seconds = forward_passes * forward_flops / rate.sampling_speed
 
     # longest job; a job trains one segment
     job_ends = [0, *(segment[-1] for segment in experiment.segments)]  # steps

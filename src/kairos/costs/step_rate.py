@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos import devices
+from kairos.costs.cards import peak_of
 from kairos.files import read_entries
 from kairos.report.formatting import format_machine
 from kairos_timesteps.errors import demand
@@ -19,15 +20,22 @@ class StepRate:
 
     Attributes:
         seconds_per_step: duration of a step, by method.
-        flops_per_second: floating-point operations per second of a device.
+        flops_per_second: floating-point operations per second of a device in training.
         source: origin of the numbers, as text.
         unit: ``GPU`` or ``CPU``, the kind of device.
+        sampling_flops_per_second: the speed in sampling; None: that of training.
     """
 
     seconds_per_step: dict[str, float]
     flops_per_second: float
     source: str
     unit: str
+    sampling_flops_per_second: float | None = None
+
+    @property
+    def sampling_speed(self) -> float:
+        """Floating-point operations per second of a device in sampling."""
+        return self.sampling_flops_per_second or self.flops_per_second
 
 
 def unit_of(device: str) -> str:
@@ -50,6 +58,8 @@ def rate_from_options(
     tflops: float | None,
     utilisation: float,
     unit: str = "GPU",
+    card: str | None = None,
+    precisions: tuple[str, str] = ("fp32", "fp32"),
 ) -> StepRate | None:
     """Return the speed that options of the command line set; None if they set neither speed.
 
@@ -62,25 +72,38 @@ def rate_from_options(
         tflops: peak speed of a GPU, 10^12 floating-point operations per second; None: not set.
         utilisation: fraction of the peak speed that training reaches.
         unit: ``GPU`` or ``CPU``, the kind of device that `steps_per_second` refers to.
+        card: name of a card in `cards.PEAKS`; None: not set.
+        precisions: precisions of training and of sampling, which select the card's peaks.
 
     Raises:
-        ConfigError: both speeds are set, or a number is not positive and finite.
+        ConfigError: several speeds are set, the card is unknown, or a number is not positive and finite.
     """
-    if steps_per_second is None and tflops is None:
+    speeds = {"--steps-per-second": steps_per_second, "--tflops": tflops, "--card": card}
+    set_options = [name for name, value in speeds.items() if value is not None]
+    if not set_options:
         return None
-    demand(None in (steps_per_second, tflops), "--steps-per-second and --tflops", "both", "one of them")
+    demand(len(set_options) == 1, " and ".join(set_options), "all", "one of them")
     options = {"--steps-per-second": steps_per_second, "--tflops": tflops, "--utilisation": utilisation}
     for name, value in options.items():
         demand(value is None or 0 < value < math.inf, name, value, "more than 0, and finite")
+    sampling_flops_per_second = None
     if steps_per_second is not None:
         # operations of the cheapest method per second of all devices, over the number of devices
         flops_per_second = min(flops.values()) * steps_per_second / devices
         source = f"{steps_per_second:g} steps per second, from --steps-per-second"
+    elif card is not None:
+        training_peak, sampling_peak = (peak_of(card, precision) for precision in precisions)
+        unit, flops_per_second = "GPU", training_peak * 1e12 * utilisation
+        sampling_flops_per_second = sampling_peak * 1e12 * utilisation
+        peaks = (
+            f"training in {precisions[0]}, {training_peak:g} TFLOP/s, sampling in {precisions[1]}, {sampling_peak:g}"
+        )
+        source = f"{card.upper()} at {utilisation:.0%} of its peak: {peaks}; from --card"
     else:
         unit, flops_per_second = "GPU", (tflops or 0) * 1e12 * utilisation  # `or 0` is for the type checker alone
         source = f"a GPU of {tflops:g} TFLOP/s at {utilisation:.0%}, from --tflops"
     seconds_per_step = {method: step_flops / (flops_per_second * devices) for method, step_flops in flops.items()}
-    return StepRate(seconds_per_step, flops_per_second, source, unit)
+    return StepRate(seconds_per_step, flops_per_second, source, unit, sampling_flops_per_second)
 
 
 def measured_rate(results: Path, flops: dict[str, float], devices: int) -> StepRate | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from kairos.data.settings import DatasetConfig, report_as_heldout
 from kairos.data.source_statistics import ImageCounts, count_images
 from kairos.evaluation import external_reference, inception_weights
-from kairos.evaluation.settings import DinoOptions, EvaluationConfig, InceptionOptions, needs_of_real_images
+from kairos.evaluation.settings import SPLITS, DinoOptions, EvaluationConfig, InceptionOptions, needs_of_real_images
 from kairos.section import check
 from kairos_timesteps.errors import ConfigError, KairosError
 
@@ -69,7 +69,7 @@ def choose_extractor(
     try:
         messages += _check_weights(evaluation)
         metrics = evaluation.metrics_for(name, heldout=dataset.heldout != 0)
-        if evaluation.reference not in ("train", "all"):
+        if evaluation.reference not in SPLITS:
             width = evaluation.extractor.feature_count
             needs = needs_of_real_images(metrics)
             # only for its checks: the moments are not used here
@@ -182,6 +182,8 @@ def _image_count_problems(evaluation: EvaluationConfig, dataset: DatasetConfig, 
         heldout_count = _count_separate_heldout(dataset)
         if heldout_count is not None:
             image_counts.append(("dataset", counts.count + heldout_count, "images with the held-out ones"))
+    if evaluation.reference == "heldout" and dataset.heldout == 0:
+        image_counts.append(("dataset.heldout", 0, "held-out images with evaluation.reference: heldout"))
     hint = "; evaluation.extractor.features sets it" if hasattr(evaluation.extractor, "features") else ""
     allowed = f"more than {width}, the number of features of {name} (fewer make the Fréchet distance meaningless{hint})"
     problems = []

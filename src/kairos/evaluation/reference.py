@@ -35,6 +35,7 @@ from kairos.evaluation.settings import (
     EXTRACTORS,
     MEASUREMENTS,
     METRICS,
+    SPLITS,
     EvaluationConfig,
     MetricOptions,
     check_metrics,
@@ -250,15 +251,16 @@ def _real_statistics(
 ) -> RealStatistics:
     """Return the statistics of the real images, cached by content; the metrics `selected` decide the measurements.
 
-    `reference` is ``train``, ``all`` (with the held-out images) or the path of an npz file.
+    `reference` is ``train``, ``heldout``, ``all`` (both) or the path of an npz file.
 
     Raises:
         KairosError: the npz file lacks a measurement, or contains too few images, see `load_external_statistics`.
     """
     needs = needs_of_real_images(selected)
-    if reference not in ("train", "all"):
+    if reference not in SPLITS:
         return load_external_statistics(Path(reference), extractor, needs)
-    indices = dataset.train if reference == "train" else np.arange(len(dataset.images))
+    splits = {"train": dataset.train, "heldout": dataset.heldout, "all": np.arange(len(dataset.images))}
+    indices = splits[reference]
     cache_key = {"dataset": dataset.manifest["content_sha256"], "split": reference}
     return _measure_cached(dataset.images, indices, extractor, needs, cache_key)
 
@@ -329,7 +331,8 @@ def _compute_rows(
     """Return the reference rows by name, each with the columns of the metrics and ``n_samples``, its images per set.
 
     Rows ``floor`` and ``reconstruction`` have one set: the first ``num_samples`` held-out images, or all if they are
-    fewer. They are missing if too few images are held out, see `_heldout_sources`. The other rows are `generated`, with
+    fewer. They are missing if too few images are held out, see `_heldout_sources`. Reference ``heldout`` has no row
+    ``floor``, which would compare images with themselves. The other rows are `generated`, with
     ``evaluation.sets`` sets, whose means and standard deviations they contain. If metrics need captions, the first
     caption of each held-out image is used. Progress is shown by row.
     """
@@ -337,6 +340,8 @@ def _compute_rows(
     heldout_sources = _heldout_sources(
         heldout, dataset, codec, num_samples=evaluation.num_samples, width=extractor.width
     )
+    if evaluation.reference == "heldout":
+        heldout_sources.pop("floor", None)
     captions = None
     if heldout_sources and dataset.captions is not None and "captions" in comparison.needs:
         captions = dataset.captions.texts(dataset.captions.caption_indices(heldout))

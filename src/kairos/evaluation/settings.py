@@ -27,6 +27,8 @@ from kairos_timesteps.options import options_without_name
 
 _DINO_WIDTH = 1024  # features of the default DINOv2, ViT-L/14
 
+SPLITS = ("train", "heldout", "all")  # real images of the data set that samples may be compared with
+
 
 class ExtractorOptions(ComponentOptions):
     """Base class of the options of a feature extractor.
@@ -488,7 +490,7 @@ class EvaluationConfig(Section):
     """Settings of the comparison of samples with real images."""
 
     extractor: Annotated[ExtractorOptions, component(EXTRACTORS)] = field("auto", "extractor of image features")
-    reference: str = field("train", "real images: train, all (with the held-out ones), or an npz's path")
+    reference: str = field("train", "real images: train, heldout, all (both), or an npz's path")
     metrics: list[_Metric] | None = field(None, "metrics; null: the defaults of the extractor")
     primary_metric: Literal["distance", "validation"] = field(
         "distance", "metric that methods are ranked by: the Fréchet distance or the loss of metric validation"
@@ -508,8 +510,8 @@ class EvaluationConfig(Section):
         """
         if self.metrics is not None:
             check_metrics(self.metrics, self.extractor.name)
-        is_valid = self.reference in ("train", "all") or self.reference.endswith(".npz")
-        demand(is_valid, "evaluation.reference", repr(self.reference), "train, all or the path of an npz")
+        is_valid = self.reference in SPLITS or self.reference.endswith(".npz")
+        demand(is_valid, "evaluation.reference", repr(self.reference), f"{', '.join(SPLITS)} or the path of an npz")
 
     @model_serializer(mode="wrap")
     def _omit_default_primary_metric(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

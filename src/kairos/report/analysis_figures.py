@@ -19,6 +19,7 @@ from kairos.analyses import tables
 from kairos.analyses.settings import AnalysisOptions
 from kairos.config import Experiment
 from kairos.config.sweeps import parse_sweep_name
+from kairos.forward_process import build_process
 from kairos.report.plot_style import (
     INK,
     MUTED,
@@ -30,7 +31,8 @@ from kairos.report.plot_style import (
     style_log_axis,
     time_axis_settings,
 )
-from kairos.report.strategy_figures import EXPLODING_PROCESSES, SHADES, write_png
+from kairos.report.strategy_figures import EXPLODING_PROCESSES, SHADES, SUPPRESSION, write_png
+from kairos_timesteps.diffusion.schedule import SCHEDULES, start_of_convergence
 
 _BLUE, _SHADE = "#0072B2", "#DDE1E5"
 # colours of lines by SpeeD's area; `SHADES` has lighter ones for backgrounds
@@ -126,7 +128,20 @@ def _draw_areas(table: pd.DataFrame, experiment: Experiment) -> Figure:
             labels.append(Label(values["variance"], text, _AREA_COLORS[str(area)]))
         label_lines(panels[1], labels)
         panels[0].set_title(f"{method}, {_TITLES[loss]}")
+        panels[1].set_title(f"sampler speed suppresses from {_suppression_share(str(method), experiment):.0f} % on")
     return figure
+
+
+def _suppression_share(method: str, experiment: Experiment) -> float:
+    """Return the percentage of the process before the convergence area of sampler ``speed``.
+
+    The options are those of the method if its sampler is ``speed``, else the defaults.
+    """
+    process = build_process(experiment.diffusion.process, experiment.diffusion.prediction, sigma_data=1.0)
+    sampler = experiment.methods[method].sampler
+    has_options = sampler.name == "speed"
+    tau, r = (sampler.get("tau"), sampler.get("r")) if has_options else (None, None)
+    return 100 * start_of_convergence(tau, r, process.schedule) / process.schedule.timesteps
 
 
 def _draw_agreement(table: pd.DataFrame, experiment: Experiment) -> Figure:
@@ -186,10 +201,11 @@ def _draw_cosines(
 
 
 def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure:
-    """Draw a matrix per method and snapshot: how training on an interval of the process changes the loss on each, in %.
+    """Draw a matrix per method and snapshot: how training on an interval of the process changes the loss on each.
 
     Rows are trained intervals, and the last row is the whole process. Columns are the intervals of the measured loss.
-    A change is relative to the loss before, both means over the seeds.
+    The numbers are the loss after minus before, as in Kim et al. 2025, figure 4, means over the seeds. The colours are
+    the change relative to the loss before.
     """
     figure, panels = _create_panels(table, ["method", "step"], columns=3, width=3.6, height=3.6, row_space=0.95)
     for axes, (method, step), rows in panels:
@@ -200,13 +216,14 @@ def _draw_interdependence(table: pd.DataFrame, experiment: Experiment) -> Figure
         names = [f"{100 * low:.0f}–{100 * high:.0f} %" for low, high in intervals]
         norm = SymLogNorm(1, vmin=-1000, vmax=1000)  # linear from -1 % to 1 %
         _draw_matrix(axes, percentages, columns=names, rows=[*names, "all"], norm=norm)
+        differences = mean["change"].unstack("part").to_numpy()
         for (row, column), value in np.ndenumerate(percentages.to_numpy()):
             is_dark = value > 100 or value < -20  # the colour of the cell: purple darkens earlier than orange
-            text = f"{value:+.1f}" if abs(value) < 10 else f"{value:+.0f}"
+            text = f"{differences[row, column]:+.1g}"
             color = "white" if is_dark else INK
             axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
         axes.set(xlabel="measured on (0: clean)", ylabel="trained on")
-        axes.set_title(f"{method}, step {step:,}: change of loss, %")
+        axes.set_title(f"{method}, step {step:,}: loss after minus before")
     return figure
 
 
@@ -281,6 +298,9 @@ def _name_without_size(method: str) -> str:
     return method
 
 
+_SUPPRESSION_TIME = 700  # of 1000: tau of sampler speed, which the paper sets directly
+
+
 def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
     """Draw variance and mean of the increments with their bounds, a panel per process; the first time is left out.
 
@@ -297,12 +317,15 @@ def _draw_increments(table: pd.DataFrame, experiment: Experiment) -> Figure:
         for area, shade in SHADES.items():
             is_in_area = (rows["area"] == area).to_numpy()[:-1]  # a stair is between two times
             axes.stairs(is_in_area, rows["t"].to_numpy(), color=shade, transform=full_height, **style)
+        if name in SCHEDULES:  # other processes have no timesteps
+            axes.axvline(_SUPPRESSION_TIME, **SUPPRESSION, zorder=1)
         scale = "log" if name in EXPLODING_PROCESSES else "linear"
         axes.set(xscale=scale, yscale="log", xlabel="time t", xlim=(rows["t"].iloc[0], rows["t"].iloc[-1]))
         shares_text = " / ".join(f"{share:.0f}" for share in area_shares)
         axes.set_title(f"{name}: {shares_text} %", fontsize=9.5)
     handles: list[Any] = [Line2D([], [], color=color, label=label) for color, label in _INCREMENT_MOMENTS.values()]
     handles += [Line2D([], [], color=INK, **_DASHED, label="bounds")]
+    handles += [Line2D([], [], **SUPPRESSION, label=f"sampler speed suppresses from t = {_SUPPRESSION_TIME}")]
     handles += [Patch(facecolor=SHADES[area], label=area) for area in _AREA_COLORS]
     _draw_snapshot_legend(figure, {}, *handles)
     return figure

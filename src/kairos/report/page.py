@@ -84,6 +84,7 @@ def render_page(results: Results, figures: Path) -> str:
         cost_machines=sorted({job["machine"]["processor"] for job in results.jobs if "machine" in job}),
         published_numbers=published_numbers.compare_published_numbers(results),
         accelerations=_compute_accelerations(results),
+        acceleration_by_chance=published_numbers.compute_baseline_acceleration_by_chance(results),
         claim=published_numbers.judge_claim(results),
         shared_provenance=shared_provenance,
         varying_provenance=varying_provenance,

@@ -1,7 +1,8 @@
 """Published numbers with measured ones: which pairs are comparable, and published and measured accelerations.
 
-A pair is comparable if extractor, number of samples, sampling steps, real images and training steps equal those in the
-paper. If one differs, both numbers are shown with the reason. Settings that a paper does not state are ignored.
+A pair is comparable if extractor, number of samples, sampling steps, guidance, real images and training steps equal
+those in the paper. If one differs, both numbers are shown with the reason. Settings that a paper does not state are
+ignored, except guidance: images of a network with conditions are not comparable if their guidance is unknown.
 """
 
 from collections.abc import Iterator
@@ -11,10 +12,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kairos.config.published_results import PublishedConfig, PublishedNumber
+from kairos.config.published_results import ClaimConfig, PublishedConfig, PublishedNumber
 from kairos.report import formatting
 from kairos.report.collect import Results
-from kairos.report.ranking import Ratio, build_curve, compute_acceleration, compute_cost_factor, highest_cost_ratio
+from kairos.report.ranking import (
+    Ratio,
+    build_curve,
+    compute_acceleration,
+    compute_acceleration_by_chance,
+    compute_cost_factor,
+    crossing_cost,
+    highest_cost_ratio,
+)
 
 # columns of published.csv
 COLUMNS = ["table", "method", "step", "metric", "published", "measured", "comparable", "why"]
@@ -102,27 +111,70 @@ def compute_accelerations(results: Results) -> Iterator[Acceleration]:
             yield Acceleration(method, baseline, published, measured)
 
 
-def judge_claim(results: Results) -> str:
-    """Return two sentences with a paper's claim of a cost factor and the measured factor, see `_judge_factor`.
+def compute_baseline_acceleration_by_chance(results: Results) -> Ratio | None:
+    """Return the acceleration of the baseline over itself with other seeds, by the rule of `compute_accelerations`."""
+    baseline = results.baseline or results.methods[0]
+    return compute_acceleration_by_chance(build_curve(results.measurements.common_measurements, baseline))
 
-    The measured factor, of steps or training time as in the claim, is by the primary metric up to the last common
-    snapshot. The text is empty if the experiment has no claim, or lacks results of the claim's method or baseline.
+
+def judge_claim(results: Results) -> str:
+    """Return the paper's sentence with its claimed factor, the measured factor, and the factor by the paper's rows.
+
+    The measured factor is the claim's quantity by the primary metric up to the last common snapshot, see
+    `_judge_factor`. The highest ratio along two curves is above 1 even for equal methods. Its text has the ratio of the
+    baseline against itself with other seeds, by the same rule. The text is empty if the experiment has no claim, or
+    lacks results of the claim's method or baseline.
     """
     claim = results.experiment.claim
     if claim is None or not {claim.method, claim.baseline} <= {*results.methods}:
         return ""
     common = results.measurements.common_measurements
     curve, baseline_curve = build_curve(common, claim.method), build_curve(common, claim.baseline)
-    if claim.cost == "time":
-        cost, unit = "seconds_by_seed", "training time"
+    by_chance = ""
+    if claim.quantity == "highest_ratio":
+        factor = compute_acceleration(curve, baseline_curve)
+        value_by_chance, _ = formatting.format_factor(compute_acceleration_by_chance(baseline_curve))
+        by_chance = f" {claim.baseline} against {claim.baseline} of other seeds, by this rule: {value_by_chance}."
+    elif claim.cost == "time":
+        factor = compute_cost_factor(curve, baseline_curve, "seconds_by_seed")
     else:
-        cost, unit = "steps", "steps"
-    factor = compute_cost_factor(curve, baseline_curve, cost)
+        factor = compute_cost_factor(curve, baseline_curve, "steps")
     value, _ = formatting.format_factor(factor)
-    statement = (
-        f"a speed-up in {unit} of {claim.factor:g} for {claim.method} until the final distance of {claim.baseline}"
+    published = compute_published_factor(results.experiment.published, claim)
+    by_rows = "have no curves of both methods" if published is None else f"give {published:.2f}"
+    return (
+        f"The paper: {claim.sentence}. Claimed: {describe_claim(claim)}. Measured: {value}, "
+        f"{_judge_factor(factor, claim.factor)}.{by_chance} The published rows {by_rows}."
     )
-    return f"Claimed: {statement}. Measured: {value}, {_judge_factor(factor, claim.factor)}."
+
+
+def describe_claim(claim: ClaimConfig) -> str:
+    """Return a claim with its factor, cost and quantity, as a sentence without a full stop."""
+    if claim.quantity == "highest_ratio":
+        distance = f"the distance at which the ratio to {claim.baseline} is highest"
+    else:
+        distance = f"the final distance of {claim.baseline}"
+    if claim.factor == 1:
+        return f"{claim.method} needs at most the {claim.cost} of {claim.baseline} for {distance}"
+    unit = "training time" if claim.cost == "time" else "steps"
+    return f"a speed-up in {unit} of {claim.factor:g} for {claim.method} until {distance}"
+
+
+def compute_published_factor(blocks: list[PublishedConfig], claim: ClaimConfig) -> float | None:
+    """Return the quantity of a claim by the published rows; None if no table has curves of both methods.
+
+    For cost ``time``, published steps are multiplied by the published overhead. The factor is NaN if the method's row
+    does not reach the final distance.
+    """
+    curves = _find_published_curves(blocks, claim.method, claim.baseline)
+    if curves is None:
+        return None
+    steps, values, baseline_values = curves
+    if claim.quantity == "highest_ratio":
+        return highest_cost_ratio(steps, baseline_values, steps, values)
+    target = baseline_values[-1]
+    ratio = crossing_cost(steps, baseline_values, target) / crossing_cost(steps, values, target)
+    return ratio / claim.overhead
 
 
 def _judge_factor(factor: Ratio | None, claimed: float) -> str:
@@ -189,6 +241,11 @@ def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumb
         "training steps": (step, row.step),
     }
     obstacles = _describe_unequal_settings(settings)
+    if {"class", "text"} & {*results.experiment.conditions}:  # guidance needs a condition
+        scale = protocol.get("guidance_scale", results.experiment.sampling.guidance_scale)
+        if block.guidance is None:
+            obstacles.append(f"guidance {scale:g}, published: not stated")
+        obstacles += _describe_unequal_settings({"guidance": (scale, block.guidance)})
     if block.differs:
         obstacles.append(block.differs)
     return NumberComparison(
@@ -214,7 +271,18 @@ def _describe_unequal_settings(settings: dict[str, tuple[Any, Any]]) -> list[str
 
 
 def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline: str) -> float | None:
-    """Return the acceleration, see `highest_cost_ratio`, by the first published table with curves of both methods.
+    """Return the acceleration, see `highest_cost_ratio`, by the published rows; None without curves of both methods."""
+    curves = _find_published_curves(blocks, method, baseline)
+    if curves is None:
+        return None
+    steps, values, baseline_values = curves
+    return highest_cost_ratio(steps, baseline_values, steps, values)
+
+
+def _find_published_curves(
+    blocks: list[PublishedConfig], method: str, baseline: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Return steps, values of the method and values of the baseline, by the first published table with both curves.
 
     Curves are values of FID at several steps. Steps that lack a value of one of the two methods are left out. A table
     without any step left is skipped. The result is None without such a table.
@@ -228,10 +296,6 @@ def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline
         values = np.array(values_by_method[method], float)  # a published null becomes NaN
         baseline_values = np.array(values_by_method[baseline], float)
         is_known = np.isfinite(values) & np.isfinite(baseline_values)
-        if not is_known.any():
-            continue
-        steps = np.array(block.steps, float)[is_known]
-        return highest_cost_ratio(
-            baseline_costs=steps, baseline_values=baseline_values[is_known], costs=steps, values=values[is_known]
-        )
+        if is_known.any():
+            return np.array(block.steps, float)[is_known], values[is_known], baseline_values[is_known]
     return None

@@ -394,6 +394,17 @@ def compute_acceleration(curve: Curve, baseline: Curve) -> Ratio | None:
     return Ratio(float(mean.values), float(mean.low), float(mean.high), seed_count=len(factors))
 
 
+def compute_acceleration_by_chance(curve: Curve) -> Ratio | None:
+    """Return `compute_acceleration` of a method against itself, each seed with the next one; None with one seed.
+
+    The highest ratio along two curves is above 1 for equal methods. This is its size without any difference.
+    """
+    if len(curve.values_by_seed) < 2:
+        return None
+    next_seeds = replace(curve, values_by_seed=np.roll(curve.values_by_seed, 1, axis=0))
+    return compute_acceleration(next_seeds, curve)
+
+
 def compute_cost_factor(curve: Curve, baseline: Curve, cost: str) -> Ratio | None:
     """Return the baseline's cost for its final value over the method's cost for that value, as a `Ratio` over seeds.
 

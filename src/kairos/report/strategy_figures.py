@@ -21,6 +21,7 @@ SHADES = {"acceleration": "#F3C9A8", "steady": "#DCD3EE", "deceleration": "#BFD9
 _TEXT_BOX: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}  # behind a text
 _COMPARED_STYLE: dict[str, Any] = {"color": "#CC79A7", "linestyle": (0, (4, 1.5))}  # style of a second strategy
 _BOUNDARY: dict[str, Any] = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 2))}
+SUPPRESSION: dict[str, Any] = {"color": INK, "linewidth": 1.3, "linestyle": (0, (1, 1.5))}  # boundary of sampler speed
 _STAIRS = 60  # timesteps up to which each one is drawn as a step
 _STRATEGY_HEIGHT = 2.05  # inches of the panels of a strategy
 _INCREMENTS_HEIGHT = 4.75  # inches of the panels of process increments
@@ -306,6 +307,10 @@ def draw_increments(increments: Increments, title: str) -> Figure:
     _draw_variance_histogram(grid[1, 2], increments, areas, names)
     handles: list[Any] = [Patch(facecolor=SHADES[name], label=name) for name in names]
     handles += [Line2D([], [], **_BOUNDARY, label="boundary of two areas")]
+    if increments.suppression is not None:
+        handles += [
+            Line2D([], [], **SUPPRESSION, label=f"sampler speed suppresses from t = {increments.suppression:g}")
+        ]
     corner = (-0.011, 1 + 0.9 / _INCREMENTS_HEIGHT)  # below the heading; its text begins at the panels' left edge
     figure.legend(handles=handles, loc="upper left", ncols=4, bbox_to_anchor=corner, fontsize=9, columnspacing=1.6)
     return figure
@@ -343,7 +348,10 @@ def _draw_increment_panel(
 
 
 def _shade_areas(axes: Axes, increments: Increments) -> None:
-    """Draw the areas as background over the full height, with dashed lines at the boundaries that are not None."""
+    """Draw the areas as background over the full height, with lines at the boundaries that are not None.
+
+    Boundaries of areas are dashed. The boundary of sampler ``speed`` is dotted.
+    """
     areas = increments.area()
     style: dict[str, Any] = {"fill": True, "alpha": 0.55, "linewidth": 0, "zorder": 0}
     full_height = axes.get_xaxis_transform()  # y = 1 is the upper edge of the axes
@@ -353,6 +361,8 @@ def _shade_areas(axes: Axes, increments: Increments) -> None:
     for boundary in (increments.deceleration, increments.convergence):
         if boundary is not None:
             axes.axvline(boundary, **_BOUNDARY, zorder=1)
+    if increments.suppression is not None:
+        axes.axvline(increments.suppression, **SUPPRESSION, zorder=1)
 
 
 def _mark_boundaries(axes: Axes, increments: Increments) -> None:

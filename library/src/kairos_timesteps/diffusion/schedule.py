@@ -176,8 +176,9 @@ def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
     Raises:
         ConfigError: the schedule is not linear; the closed form holds for linear schedules alone.
     """
+    allowed = "linear; the closed form holds for linear schedules alone"
+    demand(schedule.name == "linear", "schedule", schedule.name, allowed)
     timesteps = schedule.timesteps
-    check_convergence(None, r, timesteps, schedule.name)  # rejects schedules that are not linear
     change, first = linear_coefficients(schedule)
     offset = timesteps * first / change
     # solve beta_0 tau + Delta-beta tau²/(2 T) = ln r, the continuous form of -ln alpha-bar, for tau
@@ -187,27 +188,36 @@ def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
 def start_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedule) -> int:
     """Return the first timestep of SpeeD's convergence area: tau, or derived from the magnitude r, or 0.7 T.
 
-    The magnitude r has priority over tau.
+    The magnitude r has priority over tau. The paper counts timesteps from 1 and suppresses those after tau. Timestep t
+    here is t + 1 there, hence the first suppressed one is the floor of tau. Theorem 1 holds for linear schedules. For
+    other processes kairos takes the first timestep or cell at which 1/alpha-bar = 1 + sigma² exceeds r.
 
     Raises:
-        ConfigError: the timestep is not in 1 ... T - 1, or r is given and the schedule is not linear.
+        ConfigError: the timestep is not in 1 ... T - 1.
     """
     timesteps = schedule.timesteps
     if r is not None:
-        tau = min(math.ceil(tau_of_magnitude(r, schedule)), timesteps)
-    elif tau is None:
+        if schedule.name == "linear":
+            first = math.floor(tau_of_magnitude(r, schedule))
+        else:
+            exceeds = r * schedule.alphas_cumprod < 1
+            first = int(exceeds.argmax()) if exceeds.any() else timesteps
+        is_inside = 0 < first < timesteps
+        allowed = "a magnitude between those of the first and of the last timestep of the process, 1/alpha-bar"
+        demand(is_inside, "r", f"{r:g}", allowed)
+        return first
+    if tau is None:
         tau = min(max(round(0.7 * timesteps), 1), timesteps - 1)
-    check_convergence(tau, None, timesteps, schedule.name)
+    check_convergence(tau, timesteps)
     return tau
 
 
-def check_convergence(tau: int | None, r: float | None, timesteps: int, schedule: str) -> None:
-    """Reject tau of SpeeD outside 1 ... T - 1, and r unless the schedule is linear; raises ConfigError."""
+def check_convergence(tau: int | None, timesteps: int) -> None:
+    """Reject tau of SpeeD outside 1 ... T - 1; raises ConfigError."""
     demand(tau is None or 0 < tau < timesteps, "tau", tau, f"1 to T - 1 = {timesteps - 1}")
-    demand(r is None or schedule == "linear", "r", f"{r} with schedule {schedule}", "schedule linear, or give tau")
 
 
 def check_published_form(tau: int | None, timesteps: int, schedule: str) -> None:
     """Reject continuous processes: SpeeD's public code is defined for discrete ones; raises ConfigError."""
     demand(schedule not in (*CONTINUOUS, "continuous"), "process", schedule, "discrete, as in the public code")
-    check_convergence(tau, None, timesteps, schedule)
+    check_convergence(tau, timesteps)

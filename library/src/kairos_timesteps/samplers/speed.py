@@ -17,29 +17,40 @@ from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Tables, Values, namespace, same_kind
 from kairos_timesteps.options import option, parse
 from kairos_timesteps.registry import sampler
+from kairos_timesteps.samplers.combined import Transformed, density_option
 
 
-@sampler("speed", "SpeeD, eq. 6: k times more often before tau")
-class Speed(FixedDensity):
-    r"""Asymmetric sampling of SpeeD (Wang et al. 2025, eq. 6): k before tau, 1 from tau on, normalised.
+@sampler("speed", "SpeeD, eq. 2: k times more often before tau")
+class Speed(Transformed):
+    r"""Asymmetric sampling of SpeeD (Wang et al. 2025, eq. 2): k before tau, 1 from tau on, normalised.
 
     $$p(t) = \frac{1}{k \tau + T - \tau} \cdot \begin{cases} k & t < \tau \\ 1 & t \ge \tau \end{cases}$$
 
-    ``tau`` defaults to 0.7 T (the paper's 700 of 1000). With ``r`` it is the result of theorem 1, rounded up. This
-    closed form is a few timesteps late: r = 100 gives 677, and 1/alpha-bar first exceeds 100 at timestep 673.
+    ``tau`` defaults to 0.7 T (the paper's 700 of 1000). With ``r`` it is the tau of theorem 1, rounded down. This
+    closed form is a few timesteps late: r = 100 gives 676, and 1/alpha-bar first exceeds 100 at timestep 673.
+
+    Beyond the paper, and choices of kairos:
+
+    - ``r`` with a process that is not linear: tau is the first timestep at which 1/alpha-bar = 1 + sigma² exceeds r.
+    - ``density``: q(t) of a process that is not trained uniformly; the step multiplies it, p(t) ~ q(t) k before tau.
+    - Without ``r``, tau of EDM is 0.7 of ln sigma, because the cells of EDM are even in ln sigma.
 
     Raises:
-        ConfigError: tau is not before the end of the process.
+        ConfigError: tau is not inside of the process, or the density has no mass before it or from it on.
     """
 
+    density: Any = density_option()
     k: float = option(5.0, "how much more often timesteps before tau are drawn", gt=0)
     tau: int | None = option(None, "first timestep of the convergence area; null: 0.7 T", ge=1)
-    r: float | None = option(None, "tau is where 1/alpha-bar exceeds r (theorem 1, linear schedule)", gt=1)
+    r: float | None = option(None, "tau is where 1/alpha-bar exceeds r (theorem 1 if the schedule is linear)", gt=1)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self._edge = start_of_convergence(options.tau, options.r, schedule) / schedule.timesteps
-        self._total = self.k * self._edge + (1 - self._edge)
+        demand(not self.per_batch, "density", "a mixture with per: batch", "a density of single samples")
+        allowed = "a density with mass before and after tau"
+        has_mass = self.base.has_mass(0.0, self._edge) and self.base.has_mass(self._edge, 1.0)
+        demand(has_mass, "density", options.density["name"], allowed)
 
     @staticmethod
     def check(options: Any) -> None:
@@ -49,19 +60,36 @@ class Speed(FixedDensity):
 
     @staticmethod
     def check_process(options: Any, timesteps: int, schedule: str) -> None:
-        """Reject tau outside of the process, and r unless the schedule is linear."""
-        check_convergence(options.tau, options.r, timesteps, schedule)
+        """Reject tau outside of the process."""
+        check_convergence(options.tau, timesteps)
 
     def cdf(self, u: Values, **context: Any) -> Values:
-        """Return the distribution function, piecewise linear with a kink at tau."""
-        before: Values = u.clip(None, self._edge)
-        return (self.k * before + (u - before)) / self._total
+        """Return the distribution function: that of the density, k times steeper before tau, over its total."""
+        before: Values = self.base.cdf_with_floor(u.clip(None, self._edge), **context)
+        below = self.base.cdf_with_floor(u, **context)
+        _, total = self._totals(u, **context)
+        return (self.k * before + (below - before)) / total
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Return the inverse of the piecewise linear distribution function."""
-        mass = p * self._total
-        kink = self.k * self._edge
-        return namespace(mass).where(mass < kink, mass / self.k, self._edge + (mass - kink))
+        """Return the quantile of the density at the probability that p stands for."""
+        mass_before, total = self._totals(p, **context)
+        mass = p * total
+        kink = self.k * mass_before
+        probability = namespace(mass).where(mass < kink, mass / self.k, mass_before + (mass - kink))
+        return self.base.quantile_with_floor(probability, **context)
+
+    def map_uniform(self, uniform: Values, **context: Any) -> Values:
+        """Draw by the quantile function."""
+        return self.quantile(uniform, **context)
+
+    def has_mass(self, low: float, high: float) -> bool:
+        """Return True if the density has mass between two fractions."""
+        return bool(self.floor) or self.base.has_mass(low, high)
+
+    def _totals(self, like: Values, **context: Any) -> tuple[Values, Values]:
+        """Return the probability of the density before tau, and the sum of both steps, in the kind of `like`."""
+        before = self.base.cdf_with_floor(0 * like + self._edge, **context)
+        return before, self.k * before + (1 - before)
 
 
 class Reflected(TableDensity, FixedDensity):
@@ -147,7 +175,7 @@ class Reflected(TableDensity, FixedDensity):
 
 @sampler("speed_official", "SpeeD's public code: half a batch reflected")
 class SpeedOfficial(Reflected):
-    r"""SpeeD as its public code draws it: q of eq. 6 for the drawn share s of a batch of n, the rest reflected at m.
+    r"""SpeeD as its public code draws it: q of eq. 2 for the drawn share s of a batch of n, the rest reflected at m.
 
     $$p(t) = s \, q(t) + (1 - s) \sum_{t': \, |t' - m| = t} q(t'), \qquad s = \frac{\lfloor n / 2 \rfloor + 1}{n}$$
 

@@ -8,6 +8,7 @@ import importlib
 from pathlib import Path
 
 from kairos.cli.common import add_plugins
+from kairos.increments import PUBLISHED_R
 
 # action: (module in this package, help in one line)
 _ACTIONS = {
@@ -74,7 +75,8 @@ def _add_increments_arguments(parser: argparse.ArgumentParser) -> None:
     add("--process", default="vp", metavar="P", help="vp (default), ve, edm or flow")
     add("--schedule", metavar="S", help="schedule of vp: linear (default), cosine or quadratic")
     add("--timesteps", type=int, default=1000, metavar="T", help="number of timesteps (1000)")
-    add("--r", type=float, default=5.0, metavar="R", help="magnitude at which convergence begins (5)")
+    magnitude = f"magnitude at which convergence begins ({PUBLISHED_R}, the paper's tau = 700)"
+    add("--r", type=float, default=PUBLISHED_R, metavar="R", help=magnitude)
 
 
 def run(arguments: argparse.Namespace) -> None:
