@@ -21,12 +21,15 @@ _MODELS: dict[str, dict[str, Any]] = {
 _BATCH_SIZE = 16
 
 
-def _select_two_methods(experiment: Experiment) -> list[str]:
+def _select_methods(experiment: Experiment) -> list[str]:
     """Return the two methods that a paper compares; only one if the experiment has one.
 
     They are the methods of the paper's claim. Without a claim they are the first method, and the method of the
-    published table's last row, or the last method.
+    published table's last row, or the last method. Analysis subset_size needs the first and the last two methods.
     """
+    if "subset_size" in [analysis.name for analysis in experiment.analyses]:
+        first, *others = experiment.methods
+        return [first, *others[-2:]]
     if claim := experiment.claim:
         return [claim.baseline, claim.method]
     first, *others = experiment.methods
@@ -50,7 +53,7 @@ def shrink_experiment(experiment: Experiment, data: Path, encoder: str, steps: i
         ConfigError: the number of steps is not allowed, or the folder lacks the images that the experiment needs.
     """
     demand(2 <= steps <= _MOST_STEPS, "--steps", steps, f"2 to {_MOST_STEPS}")
-    methods = _select_two_methods(experiment)
+    methods = _select_methods(experiment)
     plain = experiment.plain()
     training, model_name = plain["training"], experiment.model.name
     small_options = {option: value for option, value in _MODELS[model_name].items() if option in plain["model"]}
@@ -78,12 +81,21 @@ def shrink_experiment(experiment: Experiment, data: Path, encoder: str, steps: i
             "strata": 4, "loss_images": 32,
         },
         "tracking": {"enabled": False},
+        "analyses": [_shrink_analysis(analysis, methods) for analysis in plain.get("analyses", ())],
         "published": [block for block in published if block["rows"]],
     }  # fmt: skip
     if experiment.claim:
         values["claim"] = plain["claim"]
     validate(values, f"small form of {experiment.experiment}")  # raises an error if the small form is not valid
     return values
+
+
+def _shrink_analysis(analysis: dict[str, Any], methods: list[str]) -> dict[str, Any]:
+    """Return an analysis of all snapshots with few images and steps, and of the remaining methods."""
+    small = {"images": 8, "steps": 2, "bins": 5, "milestones": None}
+    if analysis.get("methods"):
+        small["methods"] = [method for method in analysis["methods"] if method in methods]
+    return analysis | {option: value for option, value in small.items() if option in analysis}
 
 
 def _shorten(method: dict[str, Any], steps: int) -> dict[str, Any]:

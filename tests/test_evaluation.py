@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from kairos.cli import main
+from kairos.config import validate
 from kairos.data.dataset import open_dataset
 from kairos.evaluation import evaluate, extractors
 from kairos.evaluation.external_reference import read_moments
@@ -22,7 +23,7 @@ from kairos.evaluation.settings import EXTRACTORS, METRICS, ExtractorOptions, Me
 from kairos.files import DamagedError
 from kairos.sampling.samples_file import open_samples, write_samples
 from kairos.sampling.settings import SOLVERS, SolverOptions
-from kairos_timesteps.errors import KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 
 
 def read_samples(path: Path) -> tuple[np.ndarray, dict]:
@@ -304,6 +305,24 @@ def make_reference(results, folder, **changes) -> dict:
         arguments += [f"--{part}", results / part]
     assert kairos(*arguments) == 0
     return json.loads((folder / "reference/reference.json").read_text())
+
+
+def test_the_held_out_images_can_be_the_reference(results, tmp_path):
+    """COCO is compared with its validation images; the row floor would compare them with themselves."""
+    record = make_reference(results, tmp_path, reference="heldout", sets=1)
+    dataset = open_dataset(results / "dataset")
+    assert record["reference"] == "heldout" and record["real_images"] == len(dataset.heldout)
+    assert {*record["rows"]} == {"reconstruction", "gaussian", "noise"}
+    statistics = np.load(tmp_path / "reference/statistics.npz")
+    others = np.load(results / "reference/statistics.npz")
+    assert not np.array_equal(statistics["mu"], others["mu"])
+
+
+def test_a_reference_of_held_out_images_needs_some():
+    values = {**EXPERIMENT, "dataset": {**EXPERIMENT["dataset"], "heldout": 0}}
+    values["evaluation"] = {**EXPERIMENT["evaluation"], "reference": "heldout"}
+    with pytest.raises(ConfigError, match=r"dataset\.heldout: got 0 held-out images with"):
+        validate(values).resolve()
 
 
 BIAS = "10 times the 32 features"

@@ -46,7 +46,9 @@ def test_every_table_has_its_files():
     names_by_paper = {paper: {path.stem for path in FILES if path.parent.name == paper} for paper in TABLES}
     for paper, tables in TABLES.items():
         assert {match[1] for name in names_by_paper[paper] if (match := re.match(r"table(\d+)(_|$)", name))} == tables
-    assert {"figure6_long", "figure7a", "figure7b", "super_resolution"} <= names_by_paper["speed"]
+    assert {"figure1", "figure6", "figure6_long", "figure7a", "figure7b", "super_resolution"} <= names_by_paper["speed"]
+    figures = {match[1] for name in names_by_paper["adaptive"] if (match := re.match(r"figure(\d+)(_|$)", name))}
+    assert figures == {"1", "2", "4", "5", "6", "7"}
     names = [load(file).experiment for file in FILES]
     assert names == [f"{file.parent.name}_{file.stem}" for file in FILES]
 
@@ -327,7 +329,7 @@ def test_a_plan_uses_the_known_shape_and_classes_of_absent_data(capsys, tmp_path
 
 @pytest.mark.parametrize("file", FILES, ids=[f"{file.parent.name}-{file.stem}" for file in FILES])
 def test_small_forms_keep_the_settings_of_their_recipe(tmp_path, file):
-    """Small forms have two methods with their published rows and at most 100 steps, on digits if images are absent."""
+    """Small forms have few methods with their published rows and at most 100 steps, on digits if images are absent."""
     recipe, data = load(file), SHARED / "data"
     needs = recipe.text_encoder or recipe.dataset.low_resolution
     if needs and not (data / "coco_mini").is_dir():
@@ -337,7 +339,9 @@ def test_small_forms_keep_the_settings_of_their_recipe(tmp_path, file):
     small = validate(shrink_experiment(recipe, data if needs else tmp_path, "encoder", 100))
     small.resolve()
     assert small.experiment == f"{recipe.experiment}_small" and small.milestones == (0, 50, 100)
-    assert len(small.methods) == 2 and {*small.methods} <= {*recipe.methods}
+    analyses = [analysis.name for analysis in recipe.analyses]
+    assert len(small.methods) == min(3 if "subset_size" in analyses else 2, len(recipe.methods))
+    assert {*small.methods} <= {*recipe.methods} and [analysis.name for analysis in small.analyses] == analyses
     assert small.diffusion == recipe.diffusion and small.model.name == recipe.model.name
     assert small.conditions == recipe.conditions and small.claim == recipe.claim
     assert small.sampling.scheduler == recipe.sampling.scheduler
