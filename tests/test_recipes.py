@@ -400,7 +400,7 @@ def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
     import paper_pages
 
     title, differs = paper_pages.read_header(ROOT / "recipes/speed/table5.yaml")
-    assert title.startswith("Wang et al. 2025, table 5, ablations") and len(differs) == 2
+    assert title.startswith("Wang et al. 2025, table 5, ablations") and len(differs) == 3
     assert differs[0].startswith("k = 1 is uniform") and "5b and 5c" in differs[0]
     block = load(ROOT / "recipes/speed/table11.yaml").published[0]
     text = paper_pages._numbers(block)
@@ -408,7 +408,7 @@ def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
     few = [ROOT / f"recipes/adaptive/{name}.yaml" for name in ("table4", "table1_cosine")]
     monkeypatch.setattr("recipe_costs.find_experiment_files", lambda folder: few)
     page = paper_pages.paper("adaptive")
-    assert page.count("\n## ") == 2 and "| [table4](#table4) | 5 numbers |" in page and "| – | – |" not in page
+    assert page.count("\n## ") == 2 and "| [table4](#table4) | 10 numbers |" in page and "| – | – |" not in page
     ran = paper_pages._ran()["recipes/adaptive/table4.yaml"]
     assert f"| {ran['seconds']} | {paper_pages.plain(ran['result'])} |" in page
     monkeypatch.setattr(paper_pages, "SMALL", ROOT / "absent.csv")
