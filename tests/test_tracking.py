@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 import results_tree
 from kairos.cli import main
@@ -325,6 +326,40 @@ def test_runs_of_removed_methods_and_seeds_are_not_shown_with_current_results(ed
     assert [name for name in run_names() if name.startswith("[earlier]")] == [
         *(f"[earlier] {name}" for name in ("min_snr seed 1", "p2 seed 0", "p2 seed 1", "p2 seed 2", "uniform seed 1")),
     ]
+
+
+@pytest.mark.long
+def test_values_after_the_last_step_and_of_removed_metrics_are_not_shown_with_current_results(edited):
+    config, results = edited(False, seeds=(0,))
+    import_results(config, results)
+    whole = config.read_text()
+    shorter = yaml.safe_load(whole)
+    shorter["training"]["milestones"] = [100, 200]
+    config.write_text(yaml.safe_dump(shorter))
+    for training in ("uniform/seed0", "min_snr/seed0"):
+        path = results / training / "metrics.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:200]))
+    for name in ("0000000", "0000100", "0000200"):
+        path = results / f"min_snr/seed0/evaluation/{name}.json"
+        evaluation = read_json(path)
+        del evaluation["metrics"]["kid"]
+        write_json(path, evaluation)
+    runs = import_results(config, results)["runs"]
+    assert find_current_runs() == runs
+    metrics = {run.info.run_id: run.data.metrics for run in search_runs()}
+    for training, run_id in runs.items():
+        assert metrics[run_id][METRIC] == results_tree.distance(training.partition("/")[0], 0, 200), training
+    assert "kid" in metrics[runs["uniform/seed0"]] and "kid" not in metrics[runs["min_snr/seed0"]]
+    assert [name for name in run_names() if "earlier" in name] == [
+        "[earlier] min_snr seed 0",
+        "[earlier] uniform seed 0",
+    ]
+
+    # an extension keeps the MLflow runs, and a further import adds nothing
+    config.write_text(whole)
+    rows = count_rows()["runs"]
+    assert import_results(config, results)["runs"] == runs == find_current_runs()
+    assert count_rows()["runs"] == rows
 
 
 @pytest.mark.long

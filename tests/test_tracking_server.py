@@ -145,10 +145,10 @@ def test_processes_that_mark_runs_at_once_leave_one_current_run(server):
     ids = [client.create_run(experiment_id, tags=tags).info.run_id for _ in range(4)]
 
     def mark(run_id):
-        own_client = mlflow_store.connect(server.uri)
+        client_of_thread = mlflow_store.connect(server.uri)
         for _ in range(5):
             mlflow_store.mark_current_runs(
-                own_client, experiment_id, {"kairos.experiment": "tiny"}, lambda run: run.info.run_id == run_id
+                client_of_thread, experiment_id, {"kairos.experiment": "tiny"}, lambda run: run.info.run_id == run_id
             )
 
     threads = [threading.Thread(target=mark, args=(run_id,)) for run_id in ids]

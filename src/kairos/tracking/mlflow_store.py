@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote_plus
 
 from kairos.files import try_lock
-from kairos.tracking.run_content import COMMIT, CURRENT, TRAINING, Point, RunContent
+from kairos.tracking.run_content import COMMIT, CURRENT, IDENTITY, TRAINING, Point, RunContent
 from kairos_timesteps.errors import KairosError
 
 # classes of MLflow, which is imported in functions alone because its import takes a second
@@ -278,6 +278,23 @@ def mark_current_runs(
                 _mark(client, run, is_current=False)
 
 
+def retire_run_with_other_points(client: Client, run: Run, content: RunContent) -> bool:
+    """Make a training run with points that `content` lacks an earlier one, and return True; else return False.
+
+    Such points are of metrics that the experiment no longer measures, or of steps after its last one. MLflow would show
+    them as the run's latest values, and cannot delete them. Later searches for the identity do not find the run.
+    """
+    last_steps = {point.key: point.step for point in sorted(content.points, key=lambda point: point.step)}
+    keys = set(run.data.metrics)
+    has_other_points = not keys <= set(last_steps) or any(
+        metric.step > last_steps[key] for key in keys for metric in client.get_metric_history(run.info.run_id, key)
+    )
+    if has_other_points:
+        identity = content.identifying_tags[IDENTITY]
+        _mark(client, run, is_current=False, further_tags={IDENTITY: f"{identity} [earlier]"})
+    return has_other_points
+
+
 def _method_and_seed(run: Run) -> tuple[str, str]:
     """Return method and seed of a training run, as texts."""
     return run.data.tags["kairos.method"], run.data.tags["kairos.seed"]
@@ -288,13 +305,13 @@ def _tag_value(is_current: bool) -> str:
     return "true" if is_current else "false"
 
 
-def _mark(client: Client, run: Run, is_current: bool) -> None:
-    """Set tag and name of a training run in one request; a run that another process has deleted is left out."""
+def _mark(client: Client, run: Run, is_current: bool, further_tags: Mapping[str, str] | None = None) -> None:
+    """Set tags and name of a training run in one request; a run that another process has deleted is left out."""
     from mlflow import MlflowException
     from mlflow.entities import RunTag
 
     run_id, name = run.info.run_id, run.info.run_name.removeprefix(_EARLIER)
-    tags = {CURRENT: _tag_value(is_current), _RUN_NAME: name if is_current else _EARLIER + name}
+    tags = {CURRENT: _tag_value(is_current), _RUN_NAME: name if is_current else _EARLIER + name, **(further_tags or {})}
     try:
         client.log_batch(run_id, tags=[RunTag(tag, value) for tag, value in tags.items()])
     except MlflowException:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _CURVE_POINTS = 500  # largest number of points of a curve: a database takes seconds for ten thousand
 _PARAM_LIMIT = 6000  # characters of a parameter
 _TAG_LIMIT = 4900  # characters of a tag: older servers accept 5,000
+IDENTITY = "kairos.identity"  # tag with the hash of everything that decides a training run's trajectory
 IDENTIFYING_TAGS = tuple(f"kairos.{name}" for name in ("experiment", "role", "method", "seed", "identity"))
 CURRENT = "kairos.current"  # tag: "true" for a result of the present experiment or a run under way, else "false"
 TRAINING = "training"  # tag `kairos.role` of training runs
@@ -122,7 +123,7 @@ def identify_training_run(experiment: "Experiment", method: str, seed: int, iden
         "kairos.role": TRAINING,
         "kairos.method": method,
         "kairos.seed": str(seed),
-        "kairos.identity": identity,
+        IDENTITY: identity,
     }
 
 

@@ -203,7 +203,8 @@ def _hash_training_run(results: Results, run: RunResults, parent_id: str) -> str
 def _import_training_run(store: _Store, parent_id: str, results: Results, run: RunResults, digest: str) -> str:
     """Import a training run with its data set and sample grids, and return the id of its MLflow run.
 
-    If an earlier import has completed the MLflow run with this digest, nothing is logged. `digest` is the result of
+    If an earlier import has completed the MLflow run with this digest, nothing is logged. An MLflow run with values
+    that the results no longer have becomes an earlier run, and a new one is created. `digest` is the result of
     `_hash_training_run`, and `parent_id` the id of the parent run.
     """
     identity = run.record["identity"]
@@ -219,6 +220,8 @@ def _import_training_run(store: _Store, parent_id: str, results: Results, run: R
         points=run_content.collect_points(run),
         tags=run_content.build_tags(results, run) | {"mlflow.parentRunId": parent_id},
     )
+    if existing_run is not None and mlflow_store.retire_run_with_other_points(store.client, existing_run, content):
+        existing_run = None
     mlflow_run = existing_run if existing_run is not None else store.create(content)
     run_id = str(mlflow_run.info.run_id)
     # MLflow reads the whole run to log its first artifact, which is fast before the run has metrics

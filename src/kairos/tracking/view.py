@@ -35,6 +35,7 @@ _COLUMNS = {
     "speedup_seconds": "speed-up in seconds of training to that value",
 }
 _HEADING_METHODS = 5  # largest number of methods in the heading of a note
+_OPTION_WIDTH = 150  # pixels: MLflow's default cuts names such as weighting.gamma
 _TAG_LIMIT = 4900  # characters: older servers accept tags of 5,000
 # characters of the table and of the warnings in a note
 _TABLE_LIMIT = 2600
@@ -69,7 +70,7 @@ def _build_comparison(results: Results) -> str:
     """Return the layout of the prepared comparison: view.json with the metric, a filter, and the options as columns.
 
     The filter selects the current runs of the experiment. The options of `select_options` follow the names of sampler
-    and weighting. The other options are the last columns, as many as fit into a tag.
+    and weighting. The other options are the last columns, up to the length of a tag.
     """
     layout = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8"))
     experiment = results.experiment
@@ -84,6 +85,7 @@ def _build_comparison(results: Results) -> str:
     selected = [name for options in select_options(experiment).values() for name in options]
     logged = [name for settings in experiment.methods.values() for name, _ in flatten(settings.model_dump(mode="json"))]
     selected_columns = [f"params.`{name}`" for name in selected]
+    comparison["columnWidths"] |= dict.fromkeys(selected_columns, _OPTION_WIDTH)
     other_columns = [f"params.`{name}`" for name in logged]
     columns = list(dict.fromkeys([*columns[:position], *selected_columns, *columns[position:], *other_columns]))
     while True:
