@@ -54,9 +54,9 @@ class Bandit:
 
     @contextmanager
     def weights(self, after):
-        own, self.after = self.after, after
+        present, self.after = self.after, after
         yield
-        self.after = own
+        self.after = present
 
     def step(self, k):
         fractions = self.sampler.draw(RandomCoordinates(step=k).for_batch(self.x0), self.x0)
@@ -405,8 +405,8 @@ def test_the_paper_by_its_letter():
         (-(advantage * density.log_prob(u)).mean()).backward()
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         reference_optimizer.step()
-        for ours, theirs in zip(sampler.policy.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+        for measured, expected in zip(sampler.policy.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(measured, expected, rtol=0, atol=1e-4)
     assert sampler.updates == 4
 
 

@@ -113,13 +113,13 @@ class Meter:
 
     @contextmanager
     def weights(self, copies: list[Tensor]) -> Iterator[None]:
-        """Give the network the copied weights within the context; its own are restored bit for bit, also on errors."""
-        own_weights = self.copy_weights()
+        """Give the network the copied weights within the context; the present ones are restored, also after an error."""
+        present_weights = self.copy_weights()
         try:
             self._set_weights(copies)
             yield
         finally:
-            self._set_weights(own_weights)
+            self._set_weights(present_weights)
 
     def _set_weights(self, copies: list[Tensor]) -> None:
         with torch.no_grad():

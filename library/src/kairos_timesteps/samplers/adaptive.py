@@ -9,7 +9,7 @@ Three samplers share the code, and differ in their options:
 |---|---|---|---|
 | error of epsilon | mean over pixels | sum over pixels | mean over pixels |
 | reward | mean over S, centred and scaled | mean over S | sum over S |
-| entropy | a bonus of its own | in the reward | in the reward |
+| entropy | a separate bonus | in the reward | in the reward |
 | correlation with the target | positive | either sign | either sign |
 | S is used | from the next measurement on | at once | from the next measurement on |
 | feature vector | 100 timesteps | all T | all T |
@@ -64,8 +64,9 @@ class Adaptive(MeasuresNetwork, Sampler):
     \left(\|\epsilon - \epsilon_\theta\|^2 - \|\epsilon - \epsilon_{\theta'}\|^2\right)$$
 
     $\theta$ and $\theta'$ are the network before and after a step. S are the timesteps whose change explains the change
-    of all timesteps best. The reward is centred on a running mean and scaled, and the entropy is a bonus of its own: so
-    the coefficient of the entropy is not the paper's, and regularises much less. `AdaptivePaper` is the paper's text.
+    of all timesteps best. The reward is centred on a running mean and scaled, and the entropy is a separate bonus. The
+    coefficient of the entropy has therefore another meaning than the paper's: 0.01 regularises much less here.
+    `AdaptivePaper` is the paper's text.
 
     Attributes:
         dropout: True if the network is measured in training mode.
