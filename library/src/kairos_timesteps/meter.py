@@ -113,7 +113,7 @@ class Meter:
 
     @contextmanager
     def weights(self, copies: list[Tensor]) -> Iterator[None]:
-        """Give the network the copied weights within the context; the present ones are restored, also after an error."""
+        """Give the network the copied weights within the context; restore the present ones, also after an error."""
         present_weights = self.copy_weights()
         try:
             self._set_weights(copies)
