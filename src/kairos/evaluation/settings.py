@@ -383,7 +383,7 @@ class ValidationOptions(MetricOptions):
     code: ClassVar[str] = "kairos.evaluation.validation:validation_loss"
     columns: ClassVar[Mapping[str, str]] = {
         "val_loss_<prediction>": "squared error of the prediction, mean over the fractions of the process",
-        "val_vlb": "mean of the squared errors of epsilon times their weights in the variational bound",
+        "val_vlb": "mean of c_t times the squared error of epsilon (Kim et al. 2025, eq. 7); not the bound itself",
         "val_vlb_without_last": "`val_vlb` without the last timestep; exists only if its share matters",
     }
     needs: ClassVar[tuple[str, ...]] = ("milestone",)

@@ -19,7 +19,7 @@ class ValueAtTime:
 
     Attributes:
         method: name of the method.
-        values: metric of every seed, linear between snapshots.
+        values: metric of every seed, linear between snapshots; seeds without a ratio are included.
         steps: steps computed by then, mean over seeds.
         ratio_to_baseline: value over the baseline's; None for the baseline and without a baseline.
     """
@@ -45,7 +45,7 @@ class EqualTimeComparison:
     """Comparison of all methods after an equal training time.
 
     Attributes:
-        seconds: the training time, after which the first of all compared runs ends.
+        seconds: the training time, the shortest in which a run reaches the last snapshot that all methods have.
         seed_count: number of seeds in ratios and tests: those for which every method has a positive value.
         methods: values of the methods, the best one first.
     """
@@ -127,7 +127,7 @@ def why_times_are_not_compared(measurements: MethodMeasurements) -> str:
         machines = "; ".join(
             f"{machine} ({join_first_names(methods)})" for machine, methods in common.methods_by_machine.items()
         )
-        return f"Training times of different machines are not compared: {machines}."
+        return f"Training times of different kinds of machine are not compared: {machines}."
     return ""
 
 

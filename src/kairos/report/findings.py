@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
+import numpy as np
+
 from kairos.evaluation.separation import ADVICE, describe_gaussian_limit, find_instrument_faults
 from kairos.report.collect import MethodMeasurements, Results, RunResults
 from kairos.report.equal_time import why_times_are_not_compared
@@ -31,6 +33,7 @@ from kairos.report.ranking import (
 )
 
 _MOST_WARNINGS = 12  # warnings of one kind
+_UNEVEN_TIMES = 1.5  # ratio of the slowest to the fastest seed of a method; runs on an idle machine are below
 
 
 def summarise_outcome(results: Results, comparisons: list[MethodComparison]) -> list[str]:
@@ -152,11 +155,18 @@ def _summarise_baseline_comparison(comparisons: list[MethodComparison], baseline
 def _summarise_saving(comparison: MethodComparison, baseline: str) -> str:
     """Return a sentence with a method's speed-up in steps, and its speed-up in training time if that is known.
 
-    Each has its 95 % interval. The caller ensures that the comparison has a speed-up in steps.
+    Each has its 95 % interval. The snapshots between which the speed-up is interpolated are named. The caller ensures
+    that the comparison has a speed-up in steps.
     """
+    assert comparison.step_factor is not None
     steps, interval = format_factor(comparison.step_factor)
-    speed_up = f"a speed-up in steps of {steps} until {baseline}'s final value (95 % interval {interval})"
-    saving = f"{comparison.method} has {speed_up}"
+    speed_up = f"a speed-up in steps of {steps} until {baseline}'s final value (95 % interval {interval}"
+    snapshots = comparison.curve.steps
+    crossing = snapshots[-1] / comparison.step_factor.value  # about the step at which the method has the value
+    after = min(int(np.searchsorted(snapshots, crossing)), len(snapshots) - 1)
+    if after > 0:
+        speed_up += f", interpolated between snapshots at steps {snapshots[after - 1]:,.0f} and {snapshots[after]:,.0f}"
+    saving = f"{comparison.method} has {speed_up})"
     if comparison.time_factor is None:
         return f"{saving}."
     time, time_interval = format_factor(comparison.time_factor)
@@ -235,6 +245,23 @@ def find_warnings(results: Results, measurements: MethodMeasurements | None = No
     reason = why_times_are_not_compared(results.measurements)
     if reason:
         yield reason
+    else:
+        yield from _find_uneven_times(results)
+
+
+def _find_uneven_times(results: Results) -> Iterator[str]:
+    """Yield a warning if the training times of a method differ between seeds, for the method that differs most."""
+    common = results.measurements.common_measurements
+    ratios = {}
+    for method in common.methods:
+        seconds = common.values_of(method, "train_seconds").iloc[:, -1]
+        ratios[method] = float(seconds.max() / seconds.min())
+    method = max(ratios, key=lambda name: ratios[name])
+    if ratios[method] > _UNEVEN_TIMES:
+        yield (
+            f"Training times of {method} vary by a factor of {format_number(ratios[method], 2)} between seeds, so the "
+            "load of the machine varied: do not rely on speed-ups in time, or train one run at a time."
+        )
 
 
 def _find_unmoved_samplers(results: Results) -> Iterator[str]:

@@ -26,7 +26,7 @@ _COLUMNS = {
     "method": "method",
     "options": "options",
     "seeds": "seeds",
-    "value": "{metric} at step {step}: mean ± standard deviation",
+    "value": "{metric} at step {step}: mean over seeds ± standard deviation over sample sets or seeds, the larger one",
     "difference": "difference to {baseline}",
     "low": "95 % interval from",
     "high": "to",
@@ -148,7 +148,9 @@ def build_note(results: Results) -> str:
         not_ranked = " (not ranked, see the reason below)"
     elif not rows[0].is_ranked:
         not_ranked = f" (too few seeds to rank: {rows[0].seed_count})"
-    heading = f"{results.primary_metric}, mean ± standard deviation, lowest first{not_ranked}: {first_methods}"
+    deviation = "the larger standard deviation (over sample sets or seeds)"
+    quantity = f"{results.primary_metric}, mean over {rows[0].seed_count} seeds ± {deviation}"
+    heading = f"{quantity}, lowest first{not_ranked}: {first_methods}"
 
     # outcome, warnings and table
     outcome = " ".join([*summarise_outcome(results, rows), describe_clock(results.measurements, results.runs)])

@@ -2,6 +2,8 @@
 
 A policy maps a clean image to a, b > 0; the image's timestep is at fraction u ~ Beta(a, b). Every f_S steps the sampler
 measures how one optimizer step changed the VLB. REINFORCE moves the policy towards timesteps whose step lowered it.
+The *feature vector* is the change at many timesteps for one image; its mean is the *target*. S are the |S| timesteps
+whose changes explain the target best, over a *queue* of measurements. The reward is measured at S for all images.
 
 Three samplers share the code, and differ in their options:
 
@@ -14,9 +16,10 @@ Three samplers share the code, and differ in their options:
 | S is used | from the next measurement on | at once | from the next measurement on |
 | feature vector | 100 timesteps | all T | all T |
 | noise after the step, mode | equal, evaluation | equal, evaluation | fresh, training |
+| first reward | after three measurements | at the third measurement | at the first one, with S = {0, 1, 2} |
 
-All of it is in the state. With several processes everything is computed for the global batch: each rank measures its
-images, and all ranks hold equal policies, queues and S.
+The state contains policy, optimizer, queue and S. With several processes everything is computed for the global batch:
+each rank measures its images, and all ranks hold equal policies, queues and S.
 """
 
 import copy
@@ -40,7 +43,8 @@ from kairos_timesteps.options import option
 from kairos_timesteps.randomness import derived_seed
 from kairos_timesteps.registry import sampler
 
-# learning rates of the policy by schedule (Kim et al. 2025, table 7; its second reading has 1e-2 for cosine too)
+# learning rates of the policy by schedule (Kim et al. 2025, table 7; two text versions of the table differ for cosine,
+# 1e-3 and 1e-2: the first one is used)
 PUBLISHED_LEARNING_RATES = {"linear": 1e-2, "quadratic": 1e-2, "cosine": 1e-3}
 UNPUBLISHED_LEARNING_RATE = 1e-3  # for all other schedules and processes; the paper's value in latents (tables 8, 9)
 
@@ -60,13 +64,13 @@ class Adaptive(MeasuresNetwork, Sampler):
     r"""Adaptive sampler: a policy gives each image a Beta density, and learns by reward (after Kim et al. 2025).
 
     $$u \sim \mathrm{Beta}(a, b), \quad (a, b) = \pi_\phi(x_0), \qquad
-    r = \frac{1}{|S|} \sum_{t \in S} c_t
+    r = \frac{1}{|S|} \sum_{t \in S} \frac{c_t}{D}
     \left(\|\epsilon - \epsilon_\theta\|^2 - \|\epsilon - \epsilon_{\theta'}\|^2\right)$$
 
-    $\theta$ and $\theta'$ are the network before and after a step. S are the timesteps whose change explains the change
-    of all timesteps best. The reward is centred on a running mean and scaled, and the entropy is a separate bonus. The
-    coefficient of the entropy has therefore another meaning than the paper's: 0.01 regularises much less here.
-    `AdaptivePaper` is the paper's text.
+    D is the number of values of an image. $\theta$ and $\theta'$ are the network before and after a step. S are the
+    timesteps whose change explains the change of all timesteps best. The reward is centred on a running mean and
+    scaled, and the entropy is a separate bonus. The coefficient of the entropy has therefore another meaning than the
+    paper's: 0.01 regularises much less here. `AdaptivePaper` is the paper's text.
 
     Attributes:
         dropout: True if the network is measured in training mode.
@@ -442,7 +446,7 @@ def beta_distribution(a: Tensor, b: Tensor) -> Any:
 
 @sampler("adaptive_paper", "the learned Beta policy per image, by the letter of the paper (Kim et al. 2025)")
 class AdaptivePaper(Adaptive):
-    r"""Adaptive sampler by the letter of the paper: algorithms 1 and 2 line by line (Kim et al. 2025).
+    r"""Adaptive sampler by the letter of the paper: algorithms 1 and 2, with the choices below (Kim et al. 2025).
 
     $$u \sim \mathrm{Beta}(a, b), \quad (a, b) = \pi_\phi(x_0), \qquad
     \tilde\Delta = \frac{1}{|S|} \sum_{t \in S} c_t
@@ -458,7 +462,7 @@ class AdaptivePaper(Adaptive):
       (appendix 10). The measurement that selects S uses it (algorithm 2, lines 5 and 7). So a copy of the weights
       before the step is kept in measured steps.
 
-    Choices where the text leaves one:
+    Choices, where the text leaves one or cannot be computed:
 
     - The policy takes no step before three rows are in the queue. Algorithm 2 selects from two rows on, for which the
       F-statistic is not defined.
@@ -512,14 +516,14 @@ def stratify_timesteps(schedule: NoiseSchedule, count: int) -> tuple[NDArray[np.
 
 
 def select_timesteps(queue: Tensor, count: int, weights: Tensor | None = None, signed: bool = True) -> Tensor:
-    """Select the features that explain the target best: the largest F-statistics among those that rise with it.
+    """Select the features with the largest F-statistics for the target; if `signed`, only those that rise with it.
 
     The F-statistic of a linear regression on one feature, r²/(1-r²)(n-2), grows with r². The order is therefore that of
     the correlation r with the target, the row mean (Kim et al. 2025, algorithm 2 and appendix 10).
 
     Args:
         queue: measured changes, float64 (rows, features), 3 rows or more.
-        count: number of features.
+        count: number of features to select.
         weights: weights of the features in the target, float64 (features,), with sum 1; None: equal weights.
         signed: True: order by r; False: by r², without correlation 0.
 
