@@ -16,6 +16,7 @@ from kairos.files import read_json, write_json
 from kairos.report import ranking
 from kairos.report.collect import collect
 from kairos.report.equal_time import compare_at_equal_time, most_simultaneous_runs
+from kairos.report.findings import list_warnings
 from kairos.tracking import run_content, view
 from report_page import page_of
 
@@ -156,3 +157,16 @@ def test_a_missing_evaluation_is_no_missing_time(tmp_path):
     known = [step for step in STEPS if step != 200]
     curve = [results_tree.distance("adaptive", 1, step) for step in known]
     assert values["adaptive"][1] == pytest.approx(np.interp(20, 0.06 * np.array(known), curve))
+
+
+def test_uneven_training_times_are_a_warning(tmp_path):
+    """Seeds of one method that take different times were trained under different load."""
+    config, results = results_tree.write(tmp_path, seeds=(0, 1), methods=("uniform", "min_snr"))
+    even = list_warnings(collect(load(config), results))
+    for file in results.glob("min_snr/seed1/timing.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        text = "".join(json.dumps(line | {"seconds": 3 * line["seconds"]}) + "\n" for line in lines)
+        file.write_text(text)
+    uneven = list_warnings(collect(load(config), results))
+    added = [warning for warning in uneven if warning not in even]
+    assert len(added) == 1 and "min_snr" in added[0] and "3" in added[0]

@@ -1,4 +1,4 @@
-"""Check of finite numbers, where latents, pixels, features and weights enter or leave a stage."""
+"""Reject NaN and infinite values, where latents, pixels, features and weights enter or leave a stage."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def demand_finite(values: Any, what: str, remedy: str) -> None:
         NotFiniteError: the message contains the number of values that are not finite, and the first name.
     """
     by_name = values if isinstance(values, Mapping) else {"": values}
-    wrong = {name: _without_8_bits(array) for name, array in by_name.items() if not _is_finite(array)}
+    wrong = {name: _upcast_float8(array) for name, array in by_name.items() if not _is_finite(array)}
     if not wrong:
         return
     nan_count = infinite_count = 0
@@ -51,10 +51,10 @@ def _is_finite(values: Any) -> bool:
             return bool(np.isfinite(values.sum())) or bool(np.isfinite(values).all())
     if not values.is_floating_point():
         return True
-    values = _without_8_bits(values.detach())
+    values = _upcast_float8(values.detach())
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
-def _without_8_bits(values: Any) -> Any:
-    """Return 8-bit floats of torch, which have no sums and comparisons, as float32, and other values unchanged."""
+def _upcast_float8(values: Any) -> Any:
+    """Return 8-bit floats of torch, which have no sums and comparisons, as float32, and other floats unchanged."""
     return values.float() if values.itemsize == 1 else values

@@ -32,8 +32,8 @@ _RANGES: dict[Kind, tuple[float, float]] = {
     "integer": (0, 65535),
     "float": (0, 1),
 }
-_MOST_NAMES = 3  # images that an error names
-_MOST_WARNED_NAMES = 5  # images that a warning names
+_MOST_NAMES = 3  # images that an error lists
+_MOST_WARNED_NAMES = 5  # images that a warning lists
 
 _DARK, _BRIGHT = 16, 239  # a pixel up to the first level is nearly black, one from the second on is nearly white
 _SHARE = 0.99  # of an image's pixels; a hot pixel makes no image bright
@@ -85,7 +85,7 @@ def find_range(kind: Kind, value_range: Sequence[float] | None) -> tuple[float, 
 
     Args:
         kind: type of the values.
-        value_range: `dataset.value_range`, which images of 8 bits and of colour ignore.
+        value_range: `dataset.value_range`. Images of 8 bits and of colour keep their default range.
     """
     if value_range is None or kind in ("8-bit", "16-bit colour"):
         return _RANGES[kind]

@@ -1,4 +1,6 @@
-"""Check that a trained extractor has learned its task: distances of features without content rank noise.
+"""Check that a trained extractor classifies better than chance, and that its features vary.
+
+Distances of other features differ only by noise. The classes of `selfsupervised` are rotations.
 
 Two numbers are checked:
 
@@ -32,7 +34,7 @@ LEAST_EFFECTIVE_RANK = 1.1
 def check_instrument(
     name: str, features: FeatureArray, classes: IntegerArray, predictions: IntegerArray
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the checked numbers of an extractor, and the reasons why it is no instrument; none if it passes.
+    """Return the checked numbers of an extractor, and the reasons to reject it, an empty list if it passes.
 
     Args:
         name: name of the extractor, for the reasons.
