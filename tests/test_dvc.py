@@ -260,7 +260,7 @@ def test_an_edit_reruns_its_stages_and_those_that_read_changed_results(recorded,
             changed = [(old.strip(), new.strip()) for old, new in zip(before, after, strict=True) if old != new]
             assert [old.split(":")[0] for old, _ in changed] == ["code"]
             assert copy.to_do(config="params.yaml") == {}
-        with copy.edited(validation, '"loss": sum(loss_contributions)', '"loss": 2 * sum(loss_contributions)'):
+        with copy.edited(validation, '"vlb": sum(vlb_contributions)', '"vlb": 2 * sum(vlb_contributions)'):
             assert reproduce(copy) == [FIRST, "evaluate@adaptive-0", "report"]
             assert "up to date" in copy.run("dvc", "status").stdout
             assert copy.to_do(config="params.yaml") == {}

@@ -250,7 +250,8 @@ def test_a_continuous_process_is_sampled_and_evaluated_in_half_precision(
     assert protocol["sample_precision"] == protocol["eval_precision"] == "bf16"
     times = [row["t"] for row in record["validation"]["per_timestep"]]
     assert times == sorted(times) and times[0] > 0 and (times[-1] > 70) == (noise_level == "sigma")
-    assert record["metrics"]["frechet_classifier32"] > 0 and record["validation"]["loss_epsilon"] > 0
+    loss = record["validation"][{"edm": "loss_x0", "flow": "loss_velocity"}[process]]
+    assert record["metrics"]["frechet_classifier32"] > 0 and loss > 0
 
 
 def test_bad_arguments_of_sample_are_rejected(results, tmp_path, capsys):

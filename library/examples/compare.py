@@ -55,7 +55,9 @@ def main(argv: list[str] | None = None) -> list[float]:
         network, strategy, levels, losses = train(arguments, data, name)
         validation = kairos_timesteps.ValidationLoss(held_out, strategy.process, device=arguments.device)
         validation_losses.append(validation(network))
-        print(f"{name}: validation loss {validation_losses[-1]['loss']:.4f} ± {validation_losses[-1]['error']:.4f}")
+        print(
+            f"{name}: validation loss {validation_losses[-1]['loss']:.4f} ± {validation_losses[-1]['standard_error']:.4f}"
+        )
         if arguments.pictures:
             arguments.pictures.mkdir(parents=True, exist_ok=True)
             levels.picture(arguments.pictures / f"{name} losses.png")

@@ -221,7 +221,7 @@ class Network(nn.Module):
 
 network = Network()
 optimizer = torch.optim.Adam(network.parameters())
-often = {"adaptive": {"frequency": 1, "feature_timesteps": 5}, "gradient": {"frequency": 1}, "first": {"frequency": 1}}
+often = {"adaptive": {"frequency": 1}, "gradient": {"frequency": 1}, "first": {"frequency": 1}}
 
 def train(name, process):
     strategy = kairos_timesteps.Strategy(name, process, sampler=often.get(name.split("_")[0].split("+")[0]))
