@@ -39,7 +39,8 @@ def milestone(tmp_path_factory):
     folder = out / "milestones" / "0000040"
     metrics = {"fid": 12.34, "fid_spread": 0.5, "fid_sets": [1.0]}
     protocol = {"identity": read_json(folder / "milestone.json")["identity"], "scheduler": "ddim", "steps": 20}
-    write_json(out / "evaluation" / "0000040.json", {"step": 40, "metrics": metrics, "protocol": protocol})
+    record = {"step": 40, "metrics": metrics, "protocol": protocol, "warnings": []}
+    write_json(out / "evaluation" / "0000040.json", record)
     return folder
 
 

@@ -54,10 +54,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     for name in (arguments.baseline, arguments.strategy):
         network, strategy, levels, losses = train(arguments, data, name)
         validation = kairos_timesteps.ValidationLoss(held_out, strategy.process, device=arguments.device)
-        validation_losses.append(validation(network))
-        print(
-            f"{name}: validation loss {validation_losses[-1]['loss']:.4f} ± {validation_losses[-1]['standard_error']:.4f}"
-        )
+        measured = validation(network)
+        validation_losses.append(measured)
+        print(f"{name}: validation loss {measured['loss']:.4f} ± {measured['standard_error']:.4f}")
         if arguments.pictures:
             arguments.pictures.mkdir(parents=True, exist_ok=True)
             levels.picture(arguments.pictures / f"{name} losses.png")
