@@ -28,6 +28,7 @@ CHECKED_MODULES = [
     "kairos.evaluation.external_reference",
     "kairos.evaluation.extractors",
     "kairos.evaluation.inception",
+    "kairos.evaluation.instrument_check",
     "kairos.evaluation.measurements",
     "kairos.evaluation.metrics",
     "kairos.evaluation.reference",

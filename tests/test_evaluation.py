@@ -460,7 +460,7 @@ def test_only_the_selected_metrics_are_computed(results, tmp_path):
         ({"metrics": ["frechet", "kid", {"name": "kid", "subsets": 3}]}, "got kid twice"),
         ({"metrics": ["frechet", "fids"]}, "unknown metric 'fids'; did you mean 'fid'"),
         ({"metrics": ["frechet", {"name": "recall", "neighbours": 0}]}, "neighbours: got 0"),
-        ({"reference": "test"}, "evaluation.reference: got 'test', allowed: train, all or the path of an npz"),
+        ({"reference": "test"}, "evaluation.reference: got 'test', allowed: train, heldout, all or the path of an npz"),
     ],
 )
 def test_check_rejects_metrics_that_lack_their_requirements(tmp_path, capsys, changes, message):
