@@ -29,7 +29,7 @@ def prepare(point: str, count: int) -> None:
     if point == "step":  # before a step is computed
         loop._forward_backward = die_at(count, loop._forward_backward)
     elif point == "after_optimizer":  # the optimizer has stepped, the sampler has not measured the step yet
-        Adaptive._measure = die_at(2 * count, Adaptive._measure)
+        Adaptive._measure_features = die_at(2 * count, Adaptive._measure_features)
     elif point in ("half_written", "not_synced", "not_renamed"):  # inside a checkpoint write
         write = checkpoint.write
         writes = [0]

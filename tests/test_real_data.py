@@ -37,7 +37,8 @@ def write_experiment(folder: Path, name: str, images: int = 2000, **sections: An
         },
         "methods": {
             "adaptive": {
-                "sampler": {"name": "adaptive", "frequency": 20, "feature_timesteps": 100}, "weighting": "min_snr",
+                "sampler": {"name": "adaptive", "frequency": 20, "feature_timesteps": 100, "lr": 1e-3},
+                "weighting": "min_snr",
             },
         },
         "sampling": {"scheduler": {"name": "ddim", "clip": True}, "steps": 5},
@@ -77,7 +78,7 @@ def test_the_pipeline_lowers_loss_and_distance_on_a_real_data_set(tmp_path):
     assert (untrained["step"], trained["step"]) == ("0", "200")
     assert float(trained["val_loss_epsilon"]) < float(untrained["val_loss_epsilon"]) / 2  # about a tenth of it
     before, after = (float(row["frechet_classifier16"]) for row in (untrained, trained))
-    assert after < before  # 0.6 and 0.2 of it, with a standard deviation of 0.05
+    assert after < before  # 0.58 to 0.69 of it with three seeds; with the sampler's lr of 1e-2 the policy can collapse
     distance = {row["method"]: float(row["frechet_classifier16"]) for row in rows if not row["step"]}
     assert distance["floor"] < distance["noise"] / 10 and distance["gaussian"] < distance["noise"] / 5
     assert (results / "report.html").stat().st_size > 100_000
