@@ -33,6 +33,7 @@ from kairos.config.experiment import load
 from kairos.forward_process import build_process
 from kairos.report.collect import collect
 from kairos.report.ranking import correct_after_holm, crossing_cost, smallest_detectable_log_ratio
+from kairos_timesteps.base import Sampler
 from kairos_timesteps.errors import ConfigError, KairosError
 
 METRICS = ("distance", "val_loss_epsilon", "val_mlperf8")
@@ -71,8 +72,7 @@ def read_experiment(folder: Path) -> pd.DataFrame:
     reference = {f"ref_{name}": row[results.distance_metric] for name, row in results.reference["rows"].items()}
     rows = []
     for training, milestone in results.run_snapshots:
-        cost = experiment.methods[training.method].sampler.build(schedule).cost(batch, 1)
-        ratio = 1 + (cost.forward + 3 * cost.gradient) / (3 * batch)
+        sampler = experiment.methods[training.method].sampler.build(schedule)
         if milestone.step:
             rows.append(
                 {
@@ -80,7 +80,7 @@ def read_experiment(folder: Path) -> pd.DataFrame:
                     "method": training.method,
                     "seed": training.seed,
                     "step": milestone.step,
-                    "time": milestone.step * ratio,
+                    "time": milestone.step * relative_step_cost(sampler, batch),
                     "seconds": training.seconds_by_step.get(milestone.step),
                     "distance": milestone.measured_values[results.distance_metric],
                     "val_loss_epsilon": milestone.measured_values.get("val_loss_epsilon"),
@@ -91,6 +91,12 @@ def read_experiment(folder: Path) -> pd.DataFrame:
     table = pd.DataFrame(rows)
     measured = [name for name in ("seconds", *METRICS) if name in table]
     return table.astype(dict.fromkeys(measured, float))  # None, a value that is not measured, becomes NaN
+
+
+def relative_step_cost(sampler: Sampler, batch: int) -> float:
+    """Return the cost of a training step with a sampler, relative to a step of uniform, in passes through the network."""
+    cost = sampler.cost(batch, 1)
+    return 1 + (cost.forward + 3 * cost.gradient) / (3 * batch)
 
 
 def final_seeds(setting: str) -> range:
