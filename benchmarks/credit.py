@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the digits as
 
 from credit_estimators import Array, Estimator, FrozenRun, measure_all
 from credit_features import agreement, correlation, feature_vectors
+from credit_rewards import reward_noise
 
 from kairos import compute
 from kairos.config import load
@@ -193,6 +194,7 @@ def main() -> None:
     parser.add_argument("--steps", nargs="*", type=int, default=[100, 300, 900], help="steps of training")
     parser.add_argument("--measurements", type=int, default=45, help="per estimator and step")
     parser.add_argument("--features", action="store_true", help="only the feature vectors of the adaptive sampler")
+    parser.add_argument("--rewards", action="store_true", help="only size and noise of the rewards of `adaptive_paper`")
     parser.add_argument("--quick", action="store_true", help="a test run: one schedule, little of everything")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -202,6 +204,7 @@ def main() -> None:
     begun = time.perf_counter()
     rows: list[dict[str, Any]] = []
     features: list[dict[str, Any]] = []
+    rewards: list[dict[str, Any]] = []
     steps = 10 if arguments.quick else max(60, arguments.measurements)
     with tempfile.TemporaryDirectory() as folder:
         for schedule in arguments.schedules:
@@ -214,6 +217,13 @@ def main() -> None:
                 for _ in train(training, until):
                     pass
                 run = FrozenRun(training)
+                if arguments.rewards:
+                    row = {"schedule": schedule, "step": until, **reward_noise(run, arguments.measurements)}
+                    rewards.append(
+                        {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in row.items()}
+                    )
+                    print(rewards[-1], flush=True)
+                    continue
                 if not arguments.features:
                     rows += rows_of(run, schedule, arguments.measurements)
                 agreement_rows = agreement(feature_vectors(run, steps), min(20, steps // 3), 3, 1 / run.size)
@@ -250,11 +260,15 @@ def main() -> None:
         options = f"--steps {' '.join(map(str, arguments.steps))} --measurements {arguments.measurements}"
         options += f" --config {arguments.config}" if arguments.config else ""
         options += " --features" if arguments.features else ""
+        options += " --rewards" if arguments.rewards else ""
         how = (
             f"python benchmarks/credit.py {options}: batch "
             f"{run.size}, T {run.schedule.timesteps}, {sum(p.numel() for p in run.network.parameters())} "
             f"parameters, torch {torch.__version__}, {device.type}, 1 thread"
         )
+        if rewards:
+            write(arguments.out.with_stem(f"{arguments.out.stem}_rewards"), how, rewards)
+            return
         if rows:
             write(arguments.out, how, [*means, *rows])
         write(arguments.out.with_stem(f"{arguments.out.stem}_features"), how, features)

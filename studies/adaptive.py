@@ -93,7 +93,7 @@ def missing_seeds(round_name: str, setting: str, methods: dict[str, Any]) -> lis
 
 
 def run_round(round_name: str, setting: str, cores: str) -> int:
-    """Run the missing seeds of a round in a setting; save the rows after each experiment. Returns Snakemake's status."""
+    """Run the missing seeds of a round in a setting; save rows after each experiment. Returns Snakemake's status."""
     methods = list_methods(round_name, setting)
     while seeds := missing_seeds(round_name, setting, methods)[:SEEDS_PER_EXPERIMENT]:
         path = write_experiment(round_name, setting, methods, seeds)

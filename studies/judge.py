@@ -94,7 +94,7 @@ def read_experiment(folder: Path) -> pd.DataFrame:
 
 
 def relative_step_cost(sampler: Sampler, batch: int) -> float:
-    """Return the cost of a training step with a sampler, relative to a step of uniform, in passes through the network."""
+    """Return the cost of a training step with a sampler relative to a step of uniform, in passes."""
     cost = sampler.cost(batch, 1)
     return 1 + (cost.forward + 3 * cost.gradient) / (3 * batch)
 
