@@ -23,7 +23,7 @@ from kairos.files import write_text
 from kairos.milestones import open_milestone
 from kairos.models.backbone import Backbone
 from kairos.models.settings import BACKBONES, BackboneOptions
-from kairos.report.analysis_figures import _draw_subset_size, write_analysis
+from kairos.report.analysis_figures import _draw_interdependence, _draw_subset_size, write_analysis
 from kairos.training.state import TrainingState
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -406,6 +406,20 @@ def test_methods_of_equal_size_are_separate_lines_in_the_figure_of_sizes(tmp_pat
 
 
 @pytest.mark.long
+def test_the_figure_of_interdependence_shows_differences_of_losses():
+    shared = {"method": "uniform", "step": 20}
+    rows = []
+    for trained, before, change in (("0", 4.0, -0.5), ("1", 4.0, 0.2), ("all", 4.0, -2.0)):
+        for part, factor in ((0, 1), (1, 2)):
+            interval = {"part": part, "u_low": part / 2, "u_high": (part + 1) / 2}
+            for seed in range(2):  # the figure shows the mean over seeds
+                values = {"before": before, "change": factor * change * (1 + 0.1 * (2 * seed - 1))}
+                rows.append({**shared, "seed": seed, "trained": trained, **interval, **values})
+    figure = _draw_interdependence(pd.DataFrame(rows), validate(experiment({"uniform": {}})))
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert [float(text) for text in texts] == pytest.approx([-0.5, -1, 0.2, 0.4, -2, -4])
+
+
 def test_the_report_shows_only_analyses_that_have_results(tree):
     config, results = tree
     page = page_of(config, results)
