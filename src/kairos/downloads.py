@@ -312,13 +312,14 @@ def _inception(configured: str | None) -> Requirement:
     advice = f"put the file from {inception_weights.URL} there: {path}"
 
     def find() -> str | None:
-        if not path.is_file():
+        current = Path(configured) if configured else inception_weights.default_path()  # a download may change it
+        if not current.is_file():
             return None
-        is_accepted = bool(configured) or inception_weights.matches_hash_in_name(path)
-        return str(path) if is_accepted else None
+        is_accepted = bool(configured) or inception_weights.matches_hash_in_name(current)
+        return str(current) if is_accepted else None
 
     def download() -> None:
-        inception_weights.download(inception_weights.URL, path)
+        inception_weights.download_weights()
 
     return Requirement(
         name="Inception weights",

@@ -6,6 +6,7 @@ The column is `frechet_<name>` for extractors that kairos trains, and `fid` for 
 
 import dataclasses
 import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 from kairos import compute
 from kairos.array_shapes import ImageArray
 from kairos.data.dataset import PreparedDataset
-from kairos.evaluation.settings import EXTRACTORS, ExtractorOptions
+from kairos.evaluation.inception_weights import missing_last_layer_message
+from kairos.evaluation.settings import EXTRACTORS, ExtractorOptions, MetricOptions
 from kairos.files import check_files, open_record, write_json
 from kairos.finite import demand_finite
 from kairos.progress import log
 from kairos.shapes import LayerFeatures
-from kairos_timesteps.errors import KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 
 _REMEDY = "use other weights of the extractor or another evaluation.extractor, and evaluation.precision fp32"
 # manifest fields of published extractors, which take images of any size; extractors that kairos trains replace them
@@ -67,6 +69,11 @@ class Extractor:
     def width(self) -> int:
         """Number of features of an image."""
         return int(self.manifest["features"])
+
+    def check_layers(self, metrics: Iterable[MetricOptions]) -> None:
+        """Raise ConfigError if a metric needs logits, which weights of Inception without the last layer do not have."""
+        if "logits" not in self.layers and any("logits" in metric.needs for metric in metrics):
+            raise ConfigError(missing_last_layer_message())
 
     def compute_layers(self, images: ImageArray) -> dict[str, LayerFeatures]:
         """Return the values of all layers of the images by name, each flattened to float32 (n, width), on the CPU.

@@ -1,12 +1,14 @@
 """torch-fidelity's Inception-v3 as feature extractor, for FID, Inception score and KID as published."""
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
-from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, BasicConv2d, FeatureExtractorInceptionV3
+from torch_fidelity.feature_extractor_inceptionv3 import BasicConv2d, FeatureExtractorInceptionV3
 
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation import inception_weights
@@ -16,7 +18,7 @@ from kairos.files import link_file, sha256_file
 from kairos.shapes import FeatureMaps, Images, LayerFeatures, Pixels
 from kairos_timesteps.errors import KairosError
 
-WEIGHTS = inception_weights.NAME
+WEIGHTS = "weights"  # in the extractor's folder
 _SIDE = 299  # pixels of the network's square input
 _CPU_IMAGES = 16  # images per forward pass on a CPU; intermediate results of more images do not fit into its caches
 # blocks of torch-fidelity's network in the order of its `forward`; ``AvgPool`` returns the features
@@ -31,7 +33,7 @@ def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: 
     """Put the weights into `folder`, after downloading them if they are missing, and return the manifest fields.
 
     The file in `folder` is a hard link if possible, otherwise a copy. Field ``metric`` is the column of the Fréchet
-    distance, and ``sha256`` the hash of the file. `dataset` is not used.
+    distance, ``sha256`` the hash of the file, and ``source`` its name. `dataset` is not used.
 
     Raises:
         KairosError: the weights are missing and cannot be downloaded; the message contains their URL and path.
@@ -39,14 +41,21 @@ def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: 
     path, is_present = inception_weights.find_weights(options.path)
     if not is_present:
         try:
-            inception_weights.download(URL_INCEPTION_V3, path)
+            path = inception_weights.download_weights()
         except (KairosError, OSError) as error:
             raise KairosError(
                 inception_weights.missing_weights_message(path, f"the download failed ({error})")
             ) from None
     link_file(path, folder / WEIGHTS)
     digest = sha256_file(folder / WEIGHTS)
-    return {"name": "inception", "metric": "fid", "features": 2048, "sha256": digest, "files": {WEIGHTS: digest}}
+    return {
+        "name": "inception",
+        "metric": "fid",
+        "features": 2048,
+        "sha256": digest,
+        "source": path.name,
+        "files": {WEIGHTS: digest},
+    }
 
 
 class Inception(FeatureExtractorInceptionV3):
@@ -59,18 +68,34 @@ class Inception(FeatureExtractorInceptionV3):
     a time, and `_resize` interpolates columns before rows. Features differ from those of torch-fidelity by rounding.
 
     Args:
-        weights: file of torch-fidelity's weights.
+        weights: file of torch-fidelity's weights, or of the package index, see `inception_weights`.
+
+    Attributes:
+        has_last_layer: True if the weights contain the last layer, which computes the logits.
     """
 
     def __init__(self, weights: Path):
-        # torch-fidelity's constructor requires names of layers; only its `forward`, replaced below, would use them
-        super().__init__("inception", ["2048"], feature_extractor_weights_path=str(weights), verbose=False)
+        with warnings.catch_warnings():
+            # torch.load recognises a TorchScript itself, with two warnings
+            warnings.filterwarnings("ignore", message=".*(TorchScript|torch.jit.load)")
+            # torch-fidelity's constructor requires names of layers; only its `forward`, replaced below, would use them
+            super().__init__("inception", ["2048"], feature_extractor_weights_path=str(weights), verbose=False)
         for layer in list(self.modules()):  # a list, because the loop replaces modules
             if isinstance(layer, BasicConv2d):
                 layer.conv = fuse_conv_bn_eval(layer.conv, layer.bn)
                 layer.bn = nn.Identity()
         # torchvision's name of TensorFlow's mixed_6
         self.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
+
+    def load_state_dict(self, state: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Load torch-fidelity's weights, or a TorchScript without the last layer, whose layers are in equal order.
+
+        torch-fidelity's constructor calls it with the content of the file.
+        """
+        self.has_last_layer = not isinstance(state, torch.jit.ScriptModule)
+        if not self.has_last_layer:
+            state = _name_layers(state.state_dict(), self.state_dict())
+        return super().load_state_dict(state, *arguments, **keywords)
 
     def _keep_spatial(self, module: Any, inputs: Any, output: FeatureMaps) -> None:
         """Store the layer ``spatial`` of a batch, (batch, 17 * 17 * 7), for `forward`, as a forward hook of torch."""
@@ -83,7 +108,7 @@ class Inception(FeatureExtractorInceptionV3):
         return super().to(memory_format=torch.channels_last if is_on_cpu else torch.contiguous_format)
 
     def forward(self, images: Pixels) -> tuple[LayerFeatures, ...]:
-        """Return the layers ``features``, ``logits`` and ``spatial`` of uint8 images (batch, 1 or 3, height, width)."""
+        """Return ``features``, ``spatial`` and ``logits`` of uint8 images (batch, 1 or 3, height, width)."""
         is_on_cpu = images.device.type == "cpu"
         groups = images.split(_CPU_IMAGES) if is_on_cpu else [images]
         layers_of_groups = [self._compute_layers(group) for group in groups]
@@ -97,7 +122,28 @@ class Inception(FeatureExtractorInceptionV3):
             maps = getattr(self, name)(maps)  # block Mixed_6d runs the hook, which sets `self.spatial`
         features = maps.flatten(1)
         logits = features @ self.fc.weight.T  # without bias, as in the published Inception score
-        return features.float(), logits.float(), self.spatial
+        return features.float(), self.spatial, logits.float()
+
+
+def _name_layers(script: Mapping[str, Tensor], network: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of the TorchScript under the names of torch-fidelity's network, and zeros for its last layer.
+
+    Both have TensorFlow's order of layers. The script has no scales of its normalisations: they are 1.
+
+    Args:
+        script: ``weight`` of a convolution, and ``beta``, ``mean`` and ``var`` of the normalisation after it, by layer.
+        network: state of a new network.
+    """
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in script)  # in order, each once
+    names = dict.fromkeys(name.rsplit(".", 2)[0] for name in network if not name.startswith("fc."))
+    state = {name: torch.zeros_like(values) for name, values in network.items()}
+    for layer, name in zip(layers, names, strict=True):
+        state[f"{name}.conv.weight"] = script[f"{layer}.weight"]
+        state[f"{name}.bn.weight"] = torch.ones_like(script[f"{layer}.beta"])
+        state[f"{name}.bn.bias"] = script[f"{layer}.beta"]
+        state[f"{name}.bn.running_mean"] = script[f"{layer}.mean"]
+        state[f"{name}.bn.running_var"] = script[f"{layer}.var"]
+    return state
 
 
 def _resize(images: Images) -> FeatureMaps:
@@ -134,7 +180,8 @@ def _neighbours_and_weights(size: int, images: Images) -> tuple[torch.Tensor, to
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
     """Open the extractor in a folder that `prepare` filled.
 
-    Its layers are ``features`` (n, 2048), ``logits`` (n, 1008) and ``spatial`` (n, 2023).
+    Its layers are ``features`` (n, 2048), ``spatial`` (n, 2023) and ``logits`` (n, 1008), unless the weights lack the
+    last layer.
 
     Raises:
         KairosError: the file is missing or contains no Inception weights.
@@ -143,4 +190,5 @@ def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
         module = Inception(folder / WEIGHTS)
     except Exception as error:  # unpickling and loading raise many kinds
         raise KairosError(f"{folder / WEIGHTS}: not torch-fidelity's Inception weights ({error})") from None
-    return Extractor(manifest, module, layers=("features", "logits", "spatial"))
+    layers = ("features", "spatial", "logits") if module.has_last_layer else ("features", "spatial")
+    return Extractor(manifest, module, layers=layers)

@@ -111,6 +111,7 @@ def build_reference(
 
     # statistics of the real images
     selected = tuple(evaluation.metrics_for(opened_extractor.manifest["kind"], heldout=len(prepared.heldout) > 0))
+    opened_extractor.check_layers(selected)
     real = _real_statistics(evaluation.reference, prepared, opened_extractor, selected)
     comparison = Comparison(distance_column=opened_extractor.manifest["metric"], real=real, metrics=selected)
     num_samples = evaluation.num_samples
@@ -220,6 +221,7 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
     # held-out images: samples with a snapshot have a validation loss; for others it is left out
     selected = metrics_with_options(metric_names or default_metrics(kind, heldout=True))
     check_metrics(selected, kind)
+    extractor.check_layers(selected)
     real = load_external_statistics(path, extractor, needs_of_real_images(selected))
     warnings = extractor.manifest["warnings"]
     record = {

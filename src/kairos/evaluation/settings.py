@@ -469,14 +469,14 @@ def needs_of_real_images(metrics: Iterable[MetricOptions | type[MetricOptions]])
 def default_metrics(extractor: str, heldout: bool) -> list[str]:
     """Return the names of the metrics of an experiment that lists none.
 
-    They are the extractor's Fréchet distance and KID; with Inception, the Inception score; with held-out images, the
+    They are the extractor's Fréchet distance and KID; with held-out images, the
     validation loss.
 
     Args:
         extractor: name of the extractor.
         heldout: True if images are held out.
     """
-    by_extractor = {"inception": ["fid", "kid", "isc"], "dinov2": ["fd_dinov2", "kid"]}
+    by_extractor = {"inception": ["fid", "kid"], "dinov2": ["fd_dinov2", "kid"]}
     names = by_extractor.get(extractor, ["frechet", "kid"])
     if heldout:
         return [*names, "validation"]
