@@ -33,6 +33,7 @@ from kairos.forward_process import build_process
 
 HERE = Path(__file__).parent
 STUDY = yaml.safe_load((HERE / "adaptive.yaml").read_text(encoding="utf-8"))
+METRICS = ("distance", "val_loss_epsilon", "val_vlb")
 CLOCKS = ("time", "time_128", "step")
 PAPER_BATCH = 128  # Kim et al. 2025, A.2
 SEEDS_PER_EXPERIMENT = 5  # rows are saved after each experiment, so an interruption costs at most these seeds
@@ -107,8 +108,9 @@ def write_experiment(round_name: str, setting: str, methods: dict[str, Any], see
     """Write the experiment file of some seeds of a round."""
     definition = STUDY["settings"][setting]
     plain: dict[str, Any] = {key: dict(section) for key, section in STUDY["experiment"].items()}
-    for section in ("dataset", "autoencoder", "model", "diffusion", "evaluation"):
-        plain[section] = plain.get(section, {}) | definition.get(section, {})
+    for section in ("dataset", "autoencoder", "model", "diffusion", "training", "sampling", "evaluation"):
+        merged = plain.get(section, {}) | definition.get(section, {})
+        plain[section] = definition["model"] if section == "model" and "model" in definition else merged
     name = f"study_adaptive_{round_name}_{setting}_seed{seeds[0]}"
     path = Path("results") / name / "experiment.yaml"
     write_text(path, yaml.safe_dump({"experiment": name, "seeds": seeds, "methods": methods, **plain}, sort_keys=False))
@@ -150,7 +152,7 @@ def judge_by_clock(clock: str) -> pd.DataFrame:
                 method_rows = setting_rows[setting_rows["method"] == name_method(sampler, rate)]
                 parts.append(method_rows.assign(method=f"{sampler}, {label}"))
     rows = pd.concat(parts, ignore_index=True)
-    return table(rows.assign(time=rows[clock]), correct_each_metric=True)
+    return table(rows.assign(time=rows[clock]), correct_each_metric=True, metrics=METRICS)
 
 
 def main() -> int:
@@ -161,7 +163,7 @@ def main() -> int:
     parser.add_argument("--cores", default="2")
     arguments = parser.parse_args()
     if arguments.command == "power":
-        evaluation = power(read_table("tuning"), len(STUDY["seeds"]["final"]), COMPARISONS)
+        evaluation = power(read_table("tuning"), len(STUDY["seeds"]["final"]), COMPARISONS, METRICS)
         print(evaluation.to_string(index=False, float_format=lambda value: f"{value:.3g}"))
         return 0
     if arguments.command == "judge":

@@ -19,7 +19,7 @@ logarithm, with Holm's correction over all methods, settings and metrics of the 
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,12 @@ def read_experiment(folder: Path) -> pd.DataFrame:
                     "distance": milestone.measured_values[results.distance_metric],
                     "val_loss_epsilon": milestone.measured_values.get("val_loss_epsilon"),
                     "val_mlperf8": milestone.measured_values.get(f"val_mlperf8_{diffusion.prediction_name}"),
+                    "val_vlb": milestone.measured_values.get("val_vlb"),
                     **reference,
                 }
             )
     table = pd.DataFrame(rows)
-    measured = [name for name in ("seconds", *METRICS) if name in table]
+    measured = [name for name in ("seconds", *METRICS, "val_vlb") if name in table]
     return table.astype(dict.fromkeys(measured, float))  # None, a value that is not measured, becomes NaN
 
 
@@ -181,7 +182,9 @@ def summarise_log_ratios(log_ratios: "pd.Series[float]") -> dict[str, float]:
     return {"ratio": math.exp(mean), "low": math.exp(mean - margin), "high": math.exp(mean + margin), "p": p}
 
 
-def iterate_metrics(rows: pd.DataFrame) -> Iterator[tuple[str, str, dict[Any, pd.DataFrame], float, str]]:
+def iterate_metrics(
+    rows: pd.DataFrame, metrics: Sequence[str] = METRICS
+) -> Iterator[tuple[str, str, dict[Any, pd.DataFrame], float, str]]:
     """Yield setting, metric, rows by method, time of uniform's last snapshot, and best fixed method at that time.
 
     The best fixed method is uniform if the setting has none of `FIXED`. A metric that a snapshot of uniform lacks is
@@ -191,7 +194,7 @@ def iterate_metrics(rows: pd.DataFrame) -> Iterator[tuple[str, str, dict[Any, pd
         rows_by_method = dict(list(setting_rows.groupby("method")))
         end_time = rows_by_method["uniform"]["time"].max()
         fixed_methods = [name for name in FIXED if name in rows_by_method]
-        for metric in METRICS:
+        for metric in metrics:
             if rows_by_method["uniform"][metric].isna().any():
                 continue
             final_values = {
@@ -202,7 +205,7 @@ def iterate_metrics(rows: pd.DataFrame) -> Iterator[tuple[str, str, dict[Any, pd
             yield setting, metric, rows_by_method, end_time, best_fixed
 
 
-def table(rows: pd.DataFrame, correct_each_metric: bool = False) -> pd.DataFrame:
+def table(rows: pd.DataFrame, correct_each_metric: bool = False, metrics: Sequence[str] = METRICS) -> pd.DataFrame:
     """Return a row per setting, metric and method, which compares the method with uniform at equal time.
 
     The columns are ``value``, the geometric mean over seeds; ``ratio`` to uniform with ``low``, ``high`` and ``p``, see
@@ -211,7 +214,7 @@ def table(rows: pd.DataFrame, correct_each_metric: bool = False) -> pd.DataFrame
     is over all rows, or over those of a metric if `correct_each_metric` is True.
     """
     table_rows = []
-    for setting, metric, rows_by_method, end_time, best_fixed in iterate_metrics(rows):
+    for setting, metric, rows_by_method, end_time, best_fixed in iterate_metrics(rows, metrics):
         uniform_rows, fixed_rows = rows_by_method["uniform"], rows_by_method[best_fixed]
         uniform_values = log_values_at(uniform_rows, metric, end_time)
         for method, method_rows in rows_by_method.items():
@@ -340,7 +343,7 @@ def rates(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {metric: pd.DataFrame(columns).sort_index() for metric, columns in ratios.items()}
 
 
-def power(rows: pd.DataFrame, seeds: int, comparisons: int) -> pd.DataFrame:
+def power(rows: pd.DataFrame, seeds: int, comparisons: int, metrics: Sequence[str] = METRICS) -> pd.DataFrame:
     """Return a row per setting and metric with its statistical power.
 
     ``spread_of_log_ratio`` is the standard deviation over seeds of a method's log ratio to uniform, pooled over
@@ -354,7 +357,7 @@ def power(rows: pd.DataFrame, seeds: int, comparisons: int) -> pd.DataFrame:
         rows_by_method = dict(list(setting_rows.groupby("method")))
         uniform_rows = rows_by_method.pop("uniform")
         end_time = uniform_rows["time"].max()
-        for metric in METRICS:
+        for metric in metrics:
             if uniform_rows[metric].isna().any():
                 continue
             uniform_values = log_values_at(uniform_rows, metric, end_time)
