@@ -1,5 +1,6 @@
 """Fixtures and hooks of the pipeline's tests; library/tests/hooks.py defines those that the library's tests share."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,8 @@ from commands import Commands
 from hooks import environment, pytest_collection_finish, pytest_collection_modifyitems, pytest_unconfigure
 
 __all__ = ["environment", "pytest_collection_finish", "pytest_collection_modifyitems", "pytest_unconfigure"]
+
+os.environ["KAIROS_CACHE"] = ".kairos/cache"  # in the working directory of a test, not the user's cache
 
 install_import_hook(CHECKED_MODULES, "beartype.beartype")
 

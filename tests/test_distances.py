@@ -220,7 +220,7 @@ def test_statistics_of_real_images_are_computed_once(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     calls = []
 
-    def compute():
+    def compute(partial):
         calls.append(1)
         return metrics.statistics_to_store(measure_features(gaussian_features(0.0, 1.0, 100)))
 
@@ -241,7 +241,7 @@ def test_concurrent_computations_write_one_complete_file(tmp_path, monkeypatch):
     barrier = threading.Barrier(4)
     results = []
 
-    def compute():
+    def compute(partial):
         barrier.wait()
         return metrics.statistics_to_store(measure_features(gaussian_features(0.0, 1.0, 2000, 32)))
 

@@ -33,7 +33,9 @@ def count_job_threads() -> int:
     return min(max(int(configured), 1), usable_cpus)
 
 
-def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+def map_in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], threads: int, chunk: int = _CHUNK
+) -> Iterator[Result]:
     """Yield ``function(item)`` for all items, in their order; several threads compute ahead if the calls are slow.
 
     An error of a call is raised after the results of the calls before it, as in a loop in one thread. A few items per
@@ -44,6 +46,7 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], thre
         function: function that several threads may call at a time.
         items: arguments of the calls; they are taken in the thread of the caller.
         threads: largest number of threads; 1: all calls run in the thread of the caller.
+        chunk: calls per task of a thread; 1 if a call takes seconds.
     """
     remaining = iter(items)
     slow_calls = 0  # in succession
@@ -57,10 +60,12 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], thre
         yield result
         if threads > 1 and slow_calls == 2:
             break
-    yield from _map_in_threads(function, remaining, threads)  # yields nothing if the loop took all items
+    yield from _map_in_threads(function, remaining, threads, chunk)  # yields nothing if the loop took all items
 
 
-def _map_in_threads(function: Callable[[Item], Result], items: Iterator[Item], threads: int) -> Iterator[Result]:
+def _map_in_threads(
+    function: Callable[[Item], Result], items: Iterator[Item], threads: int, chunk_size: int
+) -> Iterator[Result]:
     """Yield ``function(item)`` for all items, in their order, computed by several threads.
 
     An error of a call is raised after the results of the calls before it. Calls that have not started are then
@@ -69,7 +74,7 @@ def _map_in_threads(function: Callable[[Item], Result], items: Iterator[Item], t
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[Future[_Outcome[Result]]] = deque()  # chunks in the order of the items
         try:
-            while chunk := list(islice(items, _CHUNK)):  # the next items, until there are none
+            while chunk := list(islice(items, chunk_size)):  # the next items, until there are none
                 pending.append(pool.submit(_call_until_error, function, chunk))
                 if len(pending) > 2 * threads:  # one chunk in work and one in reserve for each thread
                     yield from _results_or_error(pending.popleft())

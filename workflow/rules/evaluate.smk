@@ -21,7 +21,7 @@ for segment in layout.segments:
             layout.sampling_group(segment)
         conda:
             "../../envs/environment.yml"
-        threads: layout.experiment.training.threads
+        threads: layout.feature_threads
         resources:
             mem_mb=scaled_by_attempt(6000),
             runtime=scaled_by_attempt(120),

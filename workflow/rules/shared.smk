@@ -33,7 +33,7 @@ for name, (read, resources_of_stage) in ((name, SHARED[name]) for name in SHARED
             f"{RESULTS}/logs/{name}.log",
         conda:
             "../../envs/environment.yml"
-        threads: layout.experiment.training.threads
+        threads: layout.feature_threads if name == "reference" else layout.experiment.training.threads
         resources:
             **resources_of_stage,
         params:

@@ -15,7 +15,7 @@ from kairos.evaluation.reference import Reference, open_external_reference, open
 from kairos.evaluation.separation import describe_gaussian_limit, find_instrument_faults, gaussian_value
 from kairos.evaluation.settings import EXTRACTORS, METRICS, LossSettings
 from kairos.files import atomic_folder, check_files, open_record, read_json, write_json
-from kairos.progress import log
+from kairos.progress import ProgressBar, log
 from kairos.sampling.conditions import check_conditions, select_condition_sources
 from kairos.sampling.sample import load_settings, set_up_device
 from kairos.sampling.samples_file import SamplesFile, open_samples
@@ -167,15 +167,15 @@ def _print_warnings(files_by_warning: dict[str, list[str]], printed: list[str]) 
 
 
 def cache_published_extractor(name: str) -> Path:
-    """Return the folder of a published extractor in `metrics.CACHE`, after building it if it is missing or damaged.
+    """Return the folder of a published extractor in the cache, after building it if it is missing or damaged.
 
-    The cache is in the working directory. The folder is replaced as a whole, because other evaluations may read it at
+    The cache is `metrics.cache_folder`. The folder is replaced as a whole, because other evaluations may read it at
     the same time. Building may download weights.
 
     Raises:
         KairosError: the weights are missing and cannot be downloaded.
     """
-    folder = metrics.CACHE / name
+    folder = metrics.cache_folder() / name
     try:
         manifest = open_record(folder, "evaluate")
         check_files(folder, manifest["files"], "run the evaluation again")
@@ -218,14 +218,16 @@ def evaluate(
         training_latents = _open_training_latents(job, samples.protocol, snapshot_record, latents)
 
     scores = []  # columns of each set
+    progress = ProgressBar(sum(len(indices) for indices in image_sets), f"evaluate {file}", "image")
     for indices in image_sets:
-        statistics = measure(extractor, iterate_rows(samples.images, indices), needs)
+        statistics = measure(extractor, iterate_rows(samples.images, indices), needs, progress=progress)
         if "captions" in needs:
             statistics = replace(statistics, captioned=pair_with_captions(file, samples, indices))
         if "pairs" in needs and training_latents is not None:
             pairs = pair_with_real_images(samples, indices, training_latents, snapshot_record["conditions"])
             statistics = replace(statistics, pairs=pairs)
         scores.append(reference.comparison.score(statistics))
+    progress.close()
 
     columns = metrics.summarise(scores)
     gaussian_warnings = _find_gaussian_warnings(columns, reference.record)

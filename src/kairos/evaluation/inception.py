@@ -1,5 +1,6 @@
 """torch-fidelity's Inception-v3 as feature extractor, for FID, Inception score and KID as published."""
 
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,6 +85,7 @@ class Inception(FeatureExtractorInceptionV3):
             if isinstance(layer, BasicConv2d):
                 layer.conv = fuse_conv_bn_eval(layer.conv, layer.bn)
                 layer.bn = nn.Identity()
+        self._kept = threading.local()  # several threads may call the network
         # torchvision's name of TensorFlow's mixed_6
         self.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
 
@@ -99,7 +101,7 @@ class Inception(FeatureExtractorInceptionV3):
 
     def _keep_spatial(self, module: Any, inputs: Any, output: FeatureMaps) -> None:
         """Store the layer ``spatial`` of a batch, (batch, 17 * 17 * 7), for `forward`, as a forward hook of torch."""
-        self.spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1)
+        self._kept.spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1)
 
     def to(self, *arguments: Any, **keywords: Any) -> Any:
         """Move the network as torch does; on a CPU, weights get the layout whose convolutions are fastest there."""
@@ -119,10 +121,10 @@ class Inception(FeatureExtractorInceptionV3):
         maps = _resize(images.to(self.feature_extractor_internal_dtype)).expand(-1, 3, -1, -1)  # grey images as RGB
         maps = (maps - 128) / 128
         for name in _BLOCKS:
-            maps = getattr(self, name)(maps)  # block Mixed_6d runs the hook, which sets `self.spatial`
+            maps = getattr(self, name)(maps)  # block Mixed_6d runs the hook, which keeps ``spatial``
         features = maps.flatten(1)
         logits = features @ self.fc.weight.T  # without bias, as in the published Inception score
-        return features.float(), self.spatial, logits.float()
+        return features.float(), self._kept.spatial, logits.float()
 
 
 def _name_layers(script: Mapping[str, Tensor], network: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ computed here, because the import of torch-fidelity takes about 2 s. torch-fidel
 """
 
 import functools
+import os
 import statistics as stats
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,7 +36,6 @@ from kairos.finite import demand_finite
 from kairos.progress import log
 from kairos_timesteps.errors import KairosError
 
-CACHE = Path(".kairos/cache")
 ROWS = 1024  # feature vectors processed at a time
 SPLIT = 5000  # consecutive images in a split of the Inception score, as in ADM's evaluator
 _KID_SEED = 2020  # torch-fidelity's default
@@ -152,25 +152,37 @@ def indices_to_store(count: int) -> IntegerArray:
     return np.unique(np.linspace(0, count - 1, min(count, MAX_STORED)).astype(np.int64))
 
 
-def load_or_compute(key: Any, compute: Callable[[], RealStatistics]) -> RealStatistics:
-    """Return statistics from the cache `.kairos/cache`, after computing and storing them if the cache lacks them.
+def cache_folder() -> Path:
+    """Return the folder of statistics and extractors that all experiments of a user share; it may be missing.
 
-    The cache is in the working directory. Two processes may compute one file at the same time. The later rename
-    replaces the file as a whole. A damaged file is computed again, with a message.
+    It is ``$KAIROS_CACHE``, or else ``kairos`` in the user's folder of caches.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return Path(os.environ.get("KAIROS_CACHE") or caches / "kairos")
+
+
+def load_or_compute(key: Any, compute: Callable[[Path], RealStatistics]) -> RealStatistics:
+    """Return statistics from the cache, after computing and storing them if the cache lacks them.
+
+    Two processes may compute one file at the same time. The later rename replaces the file as a whole. A damaged file
+    is computed again, with a message.
 
     Args:
         key: JSON value that identifies the statistics: hashes of images, extractor and code, and the measurements.
-        compute: computes the statistics.
+        compute: computes the statistics; its argument is the path at which it may keep partial results. The file is
+            deleted when the statistics are stored.
     """
-    path = CACHE / f"statistics-{sha256_json(key)[:32]}.npz"
+    path = cache_folder() / f"statistics-{sha256_json(key)[:32]}.npz"
+    partial = path.with_suffix(".partial.npz")
     try:
         return RealStatistics.load(path)
     except FileNotFoundError:
         pass
     except Exception:  # numpy and zipfile raise many kinds for a damaged file
         log(f"{path}: damaged, computed again")
-    computed = compute()
+    computed = compute(partial)
     computed.save(path)
+    partial.unlink(missing_ok=True)
     return computed
 
 

@@ -28,7 +28,7 @@ from kairos.data.pixels import to_uint8
 from kairos.data.random_order import random_order
 from kairos.evaluation import external_reference, metrics
 from kairos.evaluation.extractors import Extractor, describe_replacement, open_extractor
-from kairos.evaluation.measurements import iterate_rows, measure
+from kairos.evaluation.measurements import iterate_rows, measure, measure_resumably
 from kairos.evaluation.metrics import Comparison, RealStatistics
 from kairos.evaluation.separation import find_instrument_faults
 from kairos.evaluation.settings import (
@@ -303,7 +303,7 @@ def _measure_cached(
 
     They are read from the cache if the present code has computed them before, or else computed and stored there.
     `cache_key` identifies the images, by JSON values. Features are kept for at most `metrics.MAX_STORED` images; the
-    moments are of all images.
+    moments are of all images. A killed process leaves partial sums in the cache, from which the next one goes on.
     """
     extractor_code = EXTRACTORS.find(extractor.manifest["kind"]).module()  # imported by name alone
     cache_key = {
@@ -314,9 +314,9 @@ def _measure_cached(
         "code": fingerprint([measure.__module__, extractor.__module__, extractor_code, metrics.__name__]),
     }
 
-    def compute() -> RealStatistics:
+    def compute(partial: Path) -> RealStatistics:
         stored = metrics.indices_to_store(len(indices))
-        statistics = measure(extractor, iterate_rows(images, indices), needs, stored)
+        statistics = measure_resumably(extractor, images, indices, needs, stored, partial)
         return metrics.statistics_to_store(statistics)
 
     return metrics.load_or_compute(cache_key, compute)
@@ -336,7 +336,7 @@ def _compute_rows(
     fewer. They are missing if too few images are held out, see `_heldout_sources`. Reference ``heldout`` has no row
     ``floor``, which would compare images with themselves. The other rows are `generated`, with
     ``evaluation.sets`` sets, whose means and standard deviations they contain. If metrics need captions, the first
-    caption of each held-out image is used. Progress is shown by row.
+    caption of each held-out image is used. Progress is shown by row and image.
     """
     heldout = dataset.heldout[: evaluation.num_samples]
     heldout_sources = _heldout_sources(
@@ -347,21 +347,21 @@ def _compute_rows(
     captions = None
     if heldout_sources and dataset.captions is not None and "captions" in comparison.needs:
         captions = dataset.captions.texts(dataset.captions.caption_indices(heldout))
-    progress = ProgressBar(len(heldout_sources) + len(generated), "reference", "row")
     rows = {}
     with torch.inference_mode():
         for name, heldout_images in heldout_sources.items():
-            scores = _score_heldout(heldout_images, captions, evaluation.seed, extractor, comparison)
+            progress = ProgressBar(len(heldout), f"reference: {name}", "image")
+            scores = _score_heldout(heldout_images, captions, evaluation.seed, extractor, comparison, progress)
             rows[name] = {"n_samples": len(heldout), **scores}
-            progress.advance()
+            progress.close()
         for name, images_of_set in generated.items():
+            progress = ProgressBar(evaluation.num_samples * evaluation.sets, f"reference: {name}", "image")
             set_scores = []
             for number in range(evaluation.sets):
-                statistics = measure(extractor, images_of_set(number), comparison.needs)
+                statistics = measure(extractor, images_of_set(number), comparison.needs, progress=progress)
                 set_scores.append(comparison.score(statistics))
             rows[name] = {"n_samples": evaluation.num_samples, **metrics.summarise(set_scores)}
-            progress.advance()
-    progress.close()
+            progress.close()
     return rows
 
 
@@ -371,6 +371,7 @@ def _score_heldout(
     seed: int,
     extractor: Extractor,
     comparison: Comparison,
+    progress: ProgressBar,
 ) -> dict[str, Any]:
     """Return the columns of the metrics for one set of images, and the standard deviation of each column.
 
@@ -382,9 +383,10 @@ def _score_heldout(
         seed: seed of the reference rows.
         extractor: the feature extractor.
         comparison: statistics of the real images, and the metrics.
+        progress: advances by the measured images.
     """
     needs = comparison.needs | {"features"}  # the bootstrap needs features
-    statistics = measure(extractor, images(), needs)
+    statistics = measure(extractor, images(), needs, progress=progress)
     if captions is not None:
         batches = zip(images(), iterate_rows(captions, range(len(captions))))
         statistics = replace(statistics, captioned=batches)
