@@ -62,7 +62,7 @@ def test_measurements_do_not_depend_on_the_number_of_threads(images, monkeypatch
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_interrupted_measurements_of_real_images_go_on_bit_for_bit(images, threads, tmp_path, monkeypatch):
+def test_interrupted_measurements_of_real_images_resume_bit_for_bit(images, threads, tmp_path, monkeypatch):
     indices = np.random.default_rng(1).permutation(len(images))
     whole = measure(Extractor(), iterate_rows(images, indices), NEEDS, STORED)
     monkeypatch.setattr(measurements, "_SAVE_SECONDS", 0.0)
