@@ -9,7 +9,14 @@ from kairos.evaluation import extractors, metrics
 from kairos.evaluation.inception import _name_layers
 from kairos.evaluation.inception_weights import default_path, download_weights
 from kairos.evaluation.measurements import iterate_rows, measure
-from kairos.evaluation.settings import InceptionOptions, metrics_with_options
+from kairos.evaluation.settings import (
+    FidOptions,
+    InceptionOptions,
+    KidOptions,
+    PrecisionOptions,
+    RecallOptions,
+    SfidOptions,
+)
 from kairos_timesteps.errors import KairosError
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -89,8 +96,8 @@ def test_metrics_equal_those_of_torch_fidelity(kind, extractor, plain_weights):
         real, generated = real[..., :1], generated[..., :1]
     if kind == "large":  # above the network's 299 pixels
         real, generated = (np.repeat(np.repeat(images[:40], 11, 1), 11, 2) for images in (real, generated))
-    names = ["fid", "sfid", {"name": "kid", "subsets": 10, "subset_size": len(real) // 2}, "precision", "recall"]
-    selected = tuple(metrics_with_options(names))
+    kid = KidOptions(subsets=10, subset_size=len(real) // 2)
+    selected = (FidOptions(), SfidOptions(), kid, PrecisionOptions(), RecallOptions())
     needs = {need for metric in selected for need in metric.needs}
     stored = metrics.statistics_to_store(measure(extractor, iterate_rows(real, range(len(real))), needs))
     statistics = measure(extractor, iterate_rows(generated, range(len(generated))), needs)
