@@ -26,6 +26,7 @@ import pandas as pd
 import yaml
 from judge import log_values_at, power, read_experiment, relative_step_cost, table
 from run import run_experiment
+from tuned import has_diverged
 
 from kairos.config.experiment import load
 from kairos.files import write_text
@@ -97,10 +98,27 @@ def run_round(round_name: str, setting: str, cores: str) -> int:
     """Run the missing seeds of a round in a setting; save rows after each experiment. Returns Snakemake's status."""
     methods = list_methods(round_name, setting)
     while seeds := missing_seeds(round_name, setting, methods)[:SEEDS_PER_EXPERIMENT]:
-        path = write_experiment(round_name, setting, methods, seeds)
-        if status := run_experiment(path, cores):
+        if status := run_block(round_name, setting, methods, seeds, cores):
             return status
-        save_rows(round_name, setting, path.parent)
+    return 0
+
+
+def run_block(round_name: str, setting: str, methods: dict[str, Any], seeds: list[int], cores: str) -> int:
+    """Run some seeds of a round and save their rows. Returns Snakemake's status.
+
+    A method with a diverged run gets rows without values for these seeds, and the others run without it.
+    """
+    path = write_experiment(round_name, setting, methods, seeds)
+    if status := run_experiment(path, cores):
+        diverged = [name for name in methods if any(has_diverged(path.parent / name, seed) for seed in seeds)]
+        if not diverged:
+            return status
+        steps = load(path).milestones[1:]
+        runs = [(setting, name, seed, step) for name in diverged for seed in seeds for step in steps]
+        save_rows(round_name, pd.DataFrame(runs, columns=["setting", "method", "seed", "step"]))
+        others = {name: method for name, method in methods.items() if name not in diverged}
+        return run_block(round_name, setting, others, seeds, cores)
+    save_rows(round_name, read_rows(setting, path.parent))
     return 0
 
 
@@ -117,8 +135,8 @@ def write_experiment(round_name: str, setting: str, methods: dict[str, Any], see
     return path
 
 
-def save_rows(round_name: str, setting: str, folder: Path) -> None:
-    """Append the rows of an experiment to the table of a round, with the clock ``time_128`` and the last policy."""
+def read_rows(setting: str, folder: Path) -> pd.DataFrame:
+    """Return a row per method, seed and snapshot of an experiment, with the clock ``time_128`` and the last policy."""
     experiment = load(folder / "experiment.yaml")
     schedule = build_process(experiment.diffusion.process, experiment.diffusion.prediction, sigma_data=1.0).schedule
     rows = read_experiment(folder).assign(setting=setting)
@@ -130,6 +148,11 @@ def save_rows(round_name: str, setting: str, folder: Path) -> None:
             last = (folder / name / f"seed{seed}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
             for key, value in json.loads(last).get("sampler", {}).items():
                 rows.loc[of_method & (rows["seed"] == seed), f"policy_{key}"] = value
+    return rows
+
+
+def save_rows(round_name: str, rows: pd.DataFrame) -> None:
+    """Append rows to the table of a round; rows of equal runs are replaced."""
     known = read_table(round_name)
     combined = rows if known.empty else pd.concat([known, rows], ignore_index=True)
     combined = combined.drop_duplicates(["setting", "method", "seed", "step"], keep="last")

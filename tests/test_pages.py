@@ -20,6 +20,7 @@ ON_A_CODE_HOST = (
     "CONTRIBUTING.md",
     "library/README.md",
     "studies/README.md",
+    "studies/adaptive.md",
     "studies/rejected.md",
     "studies/tuned.md",
     "benchmarks/README.md",

@@ -6,6 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
+import adaptive
 import judge
 import numpy as np
 import page
@@ -253,6 +254,78 @@ def test_a_diverged_trial_does_not_stop_its_round(tables, monkeypatch):
     assert tuned.run_round("rates", "cifar10", "1") == 0 and len(experiments) == 4  # nothing is missing
     monkeypatch.setattr(tuned, "run_experiment", lambda path, cores: 3)  # a failure that is no divergence
     assert tuned.run_round("rates", "digits", "1") == 3
+
+
+@pytest.mark.parametrize("setting", adaptive.STUDY["settings"])
+def test_the_adaptive_samplers_run_with_the_paper_s_rate_and_the_selected_one(setting, tmp_path, monkeypatch):
+    """In the table, the rate 1e-4 is best for one sampler, and the paper's rate for the other two."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(adaptive, "HERE", tmp_path)
+    with pytest.raises(SystemExit, match="tuning first"):
+        adaptive.list_methods("final", setting)
+    methods = adaptive.list_methods("tuning", setting)
+    assert len(methods) == 1 + 3 * 3
+    path = adaptive.write_experiment("tuning", setting, methods, [60, 61])
+    experiment = load(path)
+    assert experiment.seeds == [60, 61] and {*experiment.methods} == {*methods}
+    assert experiment.plain()["methods"]["adaptive_paper-lr=0.01"]["sampler"]["lr"] == 0.01
+
+    paper_rate = adaptive.STUDY["settings"][setting]["paper_rate"]
+    best = {"adaptive_paper": 1e-4, "adaptive_official": paper_rate, "adaptive": paper_rate}
+    rows = []
+    for name, method in methods.items():
+        is_best = method["sampler"] != "uniform" and best[method["sampler"]["name"]] == method["sampler"]["lr"]
+        for seed in (60, 61):
+            for step in (500, 1000):
+                value = 100 / step * (0.5 if is_best else 1)
+                times = dict.fromkeys(adaptive.CLOCKS, step)
+                run = {"setting": setting, "method": name, "seed": seed}
+                rows.append({**run, **times, **dict.fromkeys(adaptive.METRICS, value)})
+    (tmp_path / "results").mkdir(exist_ok=True)
+    pd.DataFrame(rows).to_csv(tmp_path / "results/adaptive_tuning.csv", index=False)
+    final = adaptive.list_methods("final", setting)
+    assert final.keys() == {
+        "uniform",
+        "adaptive_paper-lr=0.0001",
+        *(f"{sampler}-lr={paper_rate:g}" for sampler in best),
+    }
+    assert adaptive.missing_seeds("tuning", setting, methods) == []
+    assert adaptive.missing_seeds("final", setting, final) == list(range(70, 80))
+
+    finals = pd.DataFrame(rows).query("method in @final")
+    pd.DataFrame(finals).to_csv(tmp_path / "results/adaptive_final.csv", index=False)
+    table = adaptive.judge_by_clock("step").query("metric == 'val_vlb'").set_index("method")
+    assert table.loc["adaptive_paper, tuned", "ratio"] == pytest.approx(0.5)
+    assert table.loc["adaptive_paper, paper's rate", "ratio"] == pytest.approx(1)
+    assert table.loc["adaptive, tuned", "ratio"] == table.loc["adaptive, paper's rate", "ratio"]
+
+
+def test_a_collapsed_policy_does_not_stop_the_round_of_the_adaptive_samplers(tmp_path, monkeypatch):
+    """The simulated Snakemake fails while a diverging method is part of the experiment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(adaptive, "HERE", tmp_path)
+    diverging, experiments = "adaptive_paper-lr=0.01", []
+
+    def run_experiment(path, cores):
+        experiments.append(load(path))
+        if diverging in experiments[-1].methods:
+            state = path.parent / diverging / "seed60" / ".state"
+            state.mkdir(parents=True)
+            job.ProgressFile(state, 10).write_end("failed", "step 7: the gradient is not finite", again=False)
+            return 1
+        return 0
+
+    def read_rows(setting, folder):
+        runs = [(setting, name, seed, 1000) for name in experiments[-1].methods for seed in experiments[-1].seeds]
+        return pd.DataFrame(runs, columns=["setting", "method", "seed", "step"]).assign(distance=1.0)
+
+    monkeypatch.setattr(adaptive, "run_experiment", run_experiment)
+    monkeypatch.setattr(adaptive, "read_rows", read_rows)
+    assert adaptive.run_round("tuning", "digits", "1") == 0 and len(experiments) == 2
+    table = adaptive.read_table("tuning")
+    assert table.loc[table["method"] == diverging, "distance"].isna().all()
+    assert table.loc[table["method"] != diverging, "distance"].notna().sum() == 9 * 2
+    assert adaptive.run_round("tuning", "digits", "1") == 0 and len(experiments) == 2  # nothing is missing
 
 
 def test_holms_correction_is_over_all_rows_or_over_those_of_a_metric():
