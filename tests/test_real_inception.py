@@ -23,19 +23,6 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 IMAGES = 300  # of each of the two sets
 
 
-class Images(torch.utils.data.Dataset):
-    """Images as torch-fidelity takes them: uint8 (3, height, width)."""
-
-    def __init__(self, images):
-        self.images = images
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        return torch.from_numpy(self.images[index].transpose(2, 0, 1).copy())
-
-
 @pytest.fixture(scope="module")
 def weights():
     """Path of the published weights, which are downloaded once for the machine."""
@@ -55,29 +42,28 @@ def extractor(weights, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain_weights(weights, tmp_path_factory):
-    """The weights as a file that torch-fidelity reads."""
-    if weights.suffix == ".pth":
-        return weights
-    network = _empty_network()
-    path = tmp_path_factory.mktemp("weights") / "weights.pth"
-    torch.save(_name_layers(torch.jit.load(weights).state_dict(), network.state_dict()), path)
-    return path
-
-
-def _empty_network():
+def plain_network(weights):
+    """torch-fidelity's own network with the published weights."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-    class Empty(FeatureExtractorInceptionV3):
+    class Unloaded(FeatureExtractorInceptionV3):
         def load_state_dict(self, *arguments, **keywords):
             return None
 
-    import io
+    network = Unloaded("published", ["2048"], feature_extractor_weights_path=str(weights), verbose=False)
+    if weights.suffix == ".pth":
+        state = torch.load(weights)
+    else:
+        state = _name_layers(torch.jit.load(weights).state_dict(), network.state_dict())
+    torch.nn.Module.load_state_dict(network, state)
+    return network
 
-    buffer = io.BytesIO()
-    torch.save({}, buffer)
-    buffer.seek(0)
-    return Empty("empty", ["2048"], feature_extractor_weights_path=buffer, verbose=False)
+
+def plain_features(network, images):
+    """Return torch-fidelity's features (n, 2048) of images, uint8 (n, height, width, 1 or 3)."""
+    colour = torch.from_numpy(np.broadcast_to(images, (*images.shape[:3], 3)).transpose(0, 3, 1, 2).copy())
+    with torch.inference_mode():
+        return torch.cat([network(batch)[0] for batch in colour.split(20)])
 
 
 def two_sets():
@@ -88,8 +74,10 @@ def two_sets():
 
 
 @pytest.mark.parametrize("kind", ["colour", "grey", "large"])
-def test_metrics_equal_those_of_torch_fidelity(kind, extractor, plain_weights):
-    from torch_fidelity import calculate_metrics
+def test_metrics_equal_those_of_torch_fidelity(kind, extractor, plain_network):
+    from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+    from torch_fidelity.metric_kid import kid_features_to_metric
+    from torch_fidelity.metric_prc import prc_features_to_metric
 
     real, generated = two_sets()
     if kind == "grey":
@@ -103,13 +91,11 @@ def test_metrics_equal_those_of_torch_fidelity(kind, extractor, plain_weights):
     statistics = measure(extractor, iterate_rows(generated, range(len(generated))), needs)
     scores = metrics.Comparison("fid", stored, selected).score(statistics)
 
-    as_colour = {name: np.broadcast_to(images, (*images.shape[:3], 3)) for name, images in
-                 (("input1", generated), ("input2", real))}  # fmt: skip
-    expected = calculate_metrics(
-        **{name: Images(images) for name, images in as_colour.items()},
-        cuda=False, fid=True, kid=True, prc=True, kid_subsets=10, kid_subset_size=len(real) // 2,
-        feature_extractor_weights_path=str(plain_weights), cache=False, verbose=False,
-    )  # fmt: skip
+    of_generated, of_real = (plain_features(plain_network, images) for images in (generated, real))
+    expected = fid_statistics_to_metric(*map(fid_features_to_statistics, (of_generated, of_real)), verbose=False)
+    options = {"kid_subsets": kid.subsets, "kid_subset_size": kid.subset_size, "verbose": False}
+    expected |= kid_features_to_metric(of_generated, of_real, **options)
+    expected |= prc_features_to_metric(of_generated, of_real, verbose=False)
     assert scores["fid"] == pytest.approx(expected["frechet_inception_distance"], rel=1e-3)
     assert scores["kid"] == pytest.approx(expected["kernel_inception_distance_mean"], rel=1e-3, abs=1e-6)
     assert scores["precision"] == pytest.approx(expected["precision"], abs=2 / len(real))
