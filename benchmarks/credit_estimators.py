@@ -146,6 +146,16 @@ class FrozenRun:
         self.restore()
         return reduction
 
+    def observe_step(self, strategy: Strategy, number: int) -> tuple[Tensor, Any]:
+        """Take an optimizer step that a strategy draws and observes, undo it, and return the images and the draw."""
+        x0, conditions = self.batch(number)
+        draw = strategy.draw(x0)
+        self.backward(strategy.weighted(draw, self.losses(number, draw.fractions)))
+        with strategy.observe(draw, self.network, self.optimizer, conditions):
+            self.optimizer.step()
+        self.restore()
+        return x0, draw
+
     def observation(self, x0: Tensor, conditions: dict[str, Tensor], number: int) -> Observation:
         """Return the `Observation` of a batch that a sampler receives before an optimizer step."""
         coordinates = RandomCoordinates(self.first, number)
@@ -215,12 +225,7 @@ def measure_published(run: FrozenRun, name: str, count: int) -> list[Estimator]:
     tables = []
     warm_up = sampler.queue
     for number in range(warm_up + count):
-        x0, conditions = run.batch(number)
-        draw = strategy.draw(x0)
-        run.backward(strategy.weighted(draw, run.losses(number, draw.fractions)))
-        with strategy.observe(draw, run.network, run.optimizer, conditions):
-            run.optimizer.step()
-        run.restore()
+        x0, draw = run.observe_step(strategy, number)
         if number < warm_up:
             continue
         a, b = (value.detach().requires_grad_() for value in sampler.policy(x0))

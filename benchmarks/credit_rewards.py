@@ -1,4 +1,4 @@
-"""Rewards of the paper's adaptive sampler for `credit.py`: their size per update, and what of them is noise."""
+"""Mean and repeatability of the rewards of `adaptive_paper`, for `credit.py`."""
 
 from typing import Any
 
@@ -17,19 +17,14 @@ def reward_noise(run: FrozenRun, count: int) -> dict[str, Any]:
 
     All updates start from the same weights and are undone. S is selected from a full queue before the first of them.
     The columns: ``reward``, the mean over images and updates. ``sd_updates``, the standard deviation over updates of
-    the mean over images. ``sd_images``, the standard deviation over the images of an update. ``repeat_update`` and
-    ``repeat_image``, the correlations of the two measurements: of means over images, and of differences of images from
-    them. ``entropy_term``, coefficient times entropy of a new policy, which is added to the reward.
+    the mean over images. ``sd_images``, the standard deviation over the images of an update. ``correlation_of_means``
+    and ``correlation_of_deviations`` are those of the two measurements: of the means over images, and of the images'
+    deviations from them. ``entropy_term``, coefficient times entropy of a new policy, which is added to the reward.
     """
     strategy = Strategy("adaptive_paper", run.process, sampler={"frequency": 1, "lr": 1e-30}, seed=run.first)
     sampler: Any = strategy.sampler
     for number in range(sampler.queue):
-        x0, conditions = run.batch(number)
-        draw = strategy.draw(x0)
-        run.backward(strategy.weighted(draw, run.losses(number, draw.fractions)))
-        with strategy.observe(draw, run.network, run.optimizer, conditions):
-            run.optimizer.step()
-        run.restore()
+        run.observe_step(strategy, number)
     timesteps = sampler.reward_timesteps
     index = torch.arange(run.size).repeat_interleave(len(timesteps))
     t = timesteps.repeat(run.size)
@@ -53,15 +48,15 @@ def reward_noise(run: FrozenRun, count: int) -> dict[str, Any]:
         rewards[number] = (before - measure_losses()).numpy()
         run.restore()
 
-    of_updates = rewards.mean(-1)  # (count, noises)
-    of_images = rewards - of_updates[..., None]
+    update_means = rewards.mean(-1)  # (count, noises)
+    deviations = rewards - update_means[..., None]
     a, b = sampler.policy(x0)
     return {
         "S": " ".join(str(timestep) for timestep in sorted(timesteps.tolist())),
         "reward": rewards.mean(),
-        "sd_updates": of_updates.std(0).mean(),
-        "sd_images": float(np.sqrt(of_images.var(-1).mean())),
-        "repeat_update": np.corrcoef(of_updates.T)[0, 1],
-        "repeat_image": np.corrcoef(of_images[:, 0].ravel(), of_images[:, 1].ravel())[0, 1],
+        "sd_updates": update_means.std(0).mean(),
+        "sd_images": float(np.sqrt(deviations.var(-1).mean())),
+        "correlation_of_means": np.corrcoef(update_means.T)[0, 1],
+        "correlation_of_deviations": np.corrcoef(deviations[:, 0].ravel(), deviations[:, 1].ravel())[0, 1],
         "entropy_term": sampler.entropy * Beta(a, b).entropy().mean().item(),
     }

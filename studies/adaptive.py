@@ -2,7 +2,7 @@
 
     python studies/adaptive.py tuning --settings digits   # every sampler with every learning rate, two seeds
     python studies/adaptive.py power                      # smallest detectable differences, from the tuning seeds
-    python studies/adaptive.py final --settings digits    # the paper's rate and the selected one, ten fresh seeds
+    python studies/adaptive.py final --settings digits    # the paper's rate and the tuned one, ten fresh seeds
     python studies/adaptive.py judge                      # ratios to uniform by three clocks, in Markdown
 
 studies/adaptive.yaml contains settings, samplers and learning rates of the policy. `tuning` and `final` append their
@@ -10,7 +10,7 @@ finished runs to studies/results/adaptive_<round>.csv. A repeated command skips 
 machine.
 
 The three clocks: ``time`` counts passes of samples through the network, as studies/judge.py does. ``time_128`` counts
-them for the paper's batch size, 128, of which the sampler's measurements are a smaller part. ``step`` counts steps, as
+them for a batch of 128, the paper's for CIFAR-10, of which measurements are a smaller part. ``step`` counts steps, as
 if measuring were free.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import page
 import pandas as pd
 import yaml
-from judge import log_values_at, power, read_experiment, relative_step_cost, table
+from judge import log_values_at, power, read_experiment, relative_step_cost, table, write_table
 from run import run_experiment
 from tuned import has_diverged
 
@@ -35,8 +35,9 @@ from kairos.forward_process import build_process
 HERE = Path(__file__).parent
 STUDY = yaml.safe_load((HERE / "adaptive.yaml").read_text(encoding="utf-8"))
 METRICS = ("distance", "val_loss_epsilon", "val_vlb")
+RUN = ["setting", "method", "seed", "step"]  # columns that identify a row
 CLOCKS = ("time", "time_128", "step")
-PAPER_BATCH = 128  # Kim et al. 2025, A.2
+CIFAR10_BATCH = 128  # Kim et al. 2025, table 7; tables 8 and 9 (latents) have 24 and 256
 SEEDS_PER_EXPERIMENT = 5  # rows are saved after each experiment, so an interruption costs at most these seeds
 COMPARISONS = 2 * len(STUDY["samplers"]) * len(STUDY["settings"])  # ratios to uniform in one metric; size of Holm's
 
@@ -106,7 +107,8 @@ def run_round(round_name: str, setting: str, cores: str) -> int:
 def run_block(round_name: str, setting: str, methods: dict[str, Any], seeds: list[int], cores: str) -> int:
     """Run some seeds of a round and save their rows. Returns Snakemake's status.
 
-    A method with a diverged run gets rows without values for these seeds, and the others run without it.
+    If a run of a method diverges, the method gets rows without values for all these seeds, and the others run without
+    it.
     """
     path = write_experiment(round_name, setting, methods, seeds)
     if status := run_experiment(path, cores):
@@ -142,7 +144,7 @@ def read_rows(setting: str, folder: Path) -> pd.DataFrame:
     rows = read_experiment(folder).assign(setting=setting)
     for name, method in experiment.methods.items():
         of_method = rows["method"] == name
-        cost = relative_step_cost(method.sampler.build(schedule), PAPER_BATCH)
+        cost = relative_step_cost(method.sampler.build(schedule), CIFAR10_BATCH)
         rows.loc[of_method, "time_128"] = rows.loc[of_method, "step"] * cost
         for seed in experiment.seeds:
             last = (folder / name / f"seed{seed}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
@@ -153,17 +155,13 @@ def read_rows(setting: str, folder: Path) -> pd.DataFrame:
 
 def save_rows(round_name: str, rows: pd.DataFrame) -> None:
     """Append rows to the table of a round; rows of equal runs are replaced."""
-    known = read_table(round_name)
-    combined = rows if known.empty else pd.concat([known, rows], ignore_index=True)
-    combined = combined.drop_duplicates(["setting", "method", "seed", "step"], keep="last")
-    path = HERE / "results" / f"adaptive_{round_name}.csv"
-    write_text(path, combined.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+    write_table(HERE / "results" / f"adaptive_{round_name}.csv", [read_table(round_name), rows], RUN)
 
 
 def judge_by_clock(clock: str) -> pd.DataFrame:
     """Return the comparison with uniform in the final round by a clock, see ``judge.table``.
 
-    A method is a sampler ``at the paper's rate`` or ``tuned``. If both rates are equal, the runs are in both rows.
+    A method is a sampler with the ``paper's rate`` or ``tuned``. If both rates are equal, the runs are in both rows.
     """
     rows = read_table("final")
     parts = []

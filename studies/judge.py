@@ -30,6 +30,7 @@ from run import ROUNDS
 from scipy import stats
 
 from kairos.config.experiment import load
+from kairos.files import write_text
 from kairos.forward_process import build_process
 from kairos.report.collect import collect
 from kairos.report.ranking import correct_after_holm, crossing_cost, smallest_detectable_log_ratio
@@ -98,6 +99,13 @@ def relative_step_cost(sampler: Sampler, batch: int) -> float:
     """Return the cost of a training step with a sampler relative to a step of uniform, in passes."""
     cost = sampler.cost(batch, 1)
     return 1 + (cost.forward + 3 * cost.gradient) / (3 * batch)
+
+
+def write_table(path: Path, parts: Sequence[pd.DataFrame], run: list[str]) -> None:
+    """Write the rows of all parts to a CSV file; of rows with equal values in the columns `run`, the last is kept."""
+    rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
+    rows = rows.drop_duplicates(run, keep="last")
+    write_text(path, rows.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
 
 def final_seeds(setting: str) -> range:

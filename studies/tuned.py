@@ -21,10 +21,9 @@ from typing import Any
 
 import pandas as pd
 import yaml
-from judge import METRICS, final_seeds, log_values_at, power, read_experiment
+from judge import METRICS, final_seeds, log_values_at, power, read_experiment, write_table
 from run import run_experiment, write_experiment
 
-from kairos.files import write_text
 from kairos.training.job import read_progress
 
 HERE = Path(__file__).parent
@@ -204,10 +203,8 @@ def save_rows(round_name: str, setting: str, trials: list[Trial], rows: pd.DataF
         factor=rows["method"].map(lambda name: by_name[name].factor),
         value=rows["method"].map(lambda name: by_name[name].value),
     )
-    table = pd.concat([read_table(round_name), rows], ignore_index=True)
-    table = table.drop_duplicates(["setting", "method", "seed", "step", "factor", "value"], keep="last")
-    path = HERE / "results" / f"tuned_{round_name}.csv"
-    write_text(path, table.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+    run = ["setting", "method", "seed", "step", "factor", "value"]
+    write_table(HERE / "results" / f"tuned_{round_name}.csv", [read_table(round_name), rows], run)
 
 
 def describe_selection(settings: list[str]) -> pd.DataFrame:

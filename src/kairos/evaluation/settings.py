@@ -469,8 +469,7 @@ def needs_of_real_images(metrics: Iterable[MetricOptions | type[MetricOptions]])
 def default_metrics(extractor: str, heldout: bool) -> list[str]:
     """Return the names of the metrics of an experiment that lists none.
 
-    They are the extractor's Fréchet distance and KID; with held-out images, the
-    validation loss.
+    They are the extractor's Fréchet distance and KID; with held-out images, also the validation loss.
 
     Args:
         extractor: name of the extractor.

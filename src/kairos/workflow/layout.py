@@ -14,13 +14,13 @@ from typing import Any
 from kairos.analyses.settings import AnalysisOptions, analysed_snapshots, snapshot_table_path
 from kairos.config import Experiment, freeze, load
 from kairos.downloads import warn_of_missing
-from kairos.evaluation.settings import NetworkOptions
+from kairos.evaluation.settings import InceptionOptions
 from kairos.training.job import read_progress
 from kairos.workflow import dependencies
 from kairos.workflow.rules import gpus_per_job
 
 FROZEN_VARIABLE = "KAIROS_EXPERIMENT"  # environment variable with the path of the controller's frozen experiment
-_PUBLISHED_THREADS = 8
+_INCEPTION_THREADS = 8  # of a job that computes features
 _SHARDS_FOLDER = ".shards"  # for the outputs and timing files of jobs that compute a shard
 
 
@@ -115,12 +115,12 @@ class Layout:
 
     @property
     def feature_threads(self) -> int:
-        """Number of threads of a job that computes features; Snakemake lowers it to the run's cores.
+        """Number of threads of a job that computes features: 8 for Inception, otherwise those of training.
 
-        Published networks are large: on a CPU they compute 6 to 13 images a second per core.
+        Snakemake lowers it to the run's cores. A thread of Inception needs about 0.2 GiB of memory.
         """
-        is_trained_here = isinstance(self.experiment.evaluation.extractor, NetworkOptions)
-        return self.experiment.training.threads if is_trained_here else _PUBLISHED_THREADS
+        is_inception = isinstance(self.experiment.evaluation.extractor, InceptionOptions)
+        return _INCEPTION_THREADS if is_inception else self.experiment.training.threads
 
     # Stages, rules and jobs
 
