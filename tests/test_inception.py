@@ -31,11 +31,24 @@ def test_a_failed_inception_download_reports_the_path_of_the_file(tmp_path, monk
         extractors.build_extractor(InceptionOptions(), None, tmp_path / "x")
 
 
+def test_damaged_weights_in_the_cache_are_downloaded_again_and_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    path = inception_weights.default_path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"damaged")
+    monkeypatch.setattr(inception_weights, "URL", (tmp_path / "no-6726825d.pth").as_uri())
+    monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "simple").as_uri())
+    with pytest.raises(KairosError, match="but the download failed"):
+        extractors.build_extractor(InceptionOptions(), None, tmp_path / "x")
+    assert not (tmp_path / "x" / "manifest.json").exists()
+
+
 @pytest.fixture
 def cached_extractor(tmp_path, monkeypatch):
     """Cached Inception folder of an earlier evaluation; its weights are a placeholder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setattr(inception_weights, "NAME", "weights.pth")  # without a hash, which the placeholder lacks
     inception_weights.default_path().parent.mkdir(parents=True)
     inception_weights.default_path().write_bytes(b"weights")
     return cache_published_extractor("inception")

@@ -93,7 +93,8 @@ def list_requirements(experiment: Experiment) -> list[Requirement]:
     requirements += _networks_and_captions(experiment)
     extractor = experiment.evaluation.extractor
     if isinstance(extractor, InceptionOptions):
-        requirements.append(_inception(extractor.path))
+        needs_last_layer = any(metric.name == "isc" for metric in experiment.evaluation.metrics or [])
+        requirements.append(_inception(extractor.path, needs_last_layer))
     if isinstance(extractor, DinoOptions):
         requirements.append(_network("DINOv2", extractor.path, "evaluation.extractor.path", _TRANSFORMERS))
     return requirements
@@ -301,12 +302,12 @@ def _verify_network(folder: Path, layout: tuple[str, str]) -> str | None:
     return str(folder)
 
 
-def _inception(configured: str | None) -> Requirement:
+def _inception(configured: str | None, needs_last_layer: bool) -> Requirement:
     """Return the requirement of the Inception weights at the path `configured`, or at the default path if it is None.
 
     Only weights at the default path can be downloaded, and only their name contains a hash: a file there with another
     hash is treated as missing. The name of a configured file is not checked, as in `inception_weights.find_weights`,
-    since its digits may be a date.
+    since its digits may be a date. Weights without the last layer cannot be used if `needs_last_layer` is True.
     """
     path = Path(configured) if configured else inception_weights.default_path()
     advice = f"put the file from {inception_weights.URL} there: {path}"
@@ -315,6 +316,8 @@ def _inception(configured: str | None) -> Requirement:
         current = Path(configured) if configured else inception_weights.default_path()  # a download may change it
         if not current.is_file():
             return None
+        if needs_last_layer and current.name == inception_weights.NAME_WITHOUT_LAST_LAYER:
+            raise KairosError(inception_weights.missing_last_layer_message())
         is_accepted = bool(configured) or inception_weights.matches_hash_in_name(current)
         return str(current) if is_accepted else None
 

@@ -31,7 +31,7 @@ _BLOCKS = (
 
 
 def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
-    """Put the weights into `folder`, after downloading them if they are missing, and return the manifest fields.
+    """Put the weights into `folder`, downloaded if they are missing or damaged, and return the manifest fields.
 
     The file in `folder` is a hard link if possible, otherwise a copy. Field ``metric`` is the column of the Fréchet
     distance, ``sha256`` the hash of the file, and ``source`` its name. `dataset` is not used.
@@ -40,7 +40,8 @@ def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: 
         KairosError: the weights are missing and cannot be downloaded; the message contains their URL and path.
     """
     path, is_present = inception_weights.find_weights(options.path)
-    if not is_present:
+    is_damaged = is_present and not options.path and not inception_weights.matches_hash_in_name(path)
+    if not is_present or is_damaged:
         try:
             path = inception_weights.download_weights()
         except (KairosError, OSError) as error:
