@@ -213,21 +213,26 @@ def iterate_metrics(
             yield setting, metric, rows_by_method, end_time, best_fixed
 
 
-def table(rows: pd.DataFrame, correct_each_metric: bool = False, metrics: Sequence[str] = METRICS) -> pd.DataFrame:
-    """Return a row per setting, metric and method, which compares the method with uniform at equal time.
+def table(
+    rows: pd.DataFrame,
+    correct_each_metric: bool = False,
+    metrics: Sequence[str] = METRICS,
+    baseline: str = "uniform",
+) -> pd.DataFrame:
+    """Return a row per setting, metric and method, which compares the method with a baseline at equal time.
 
-    The columns are ``value``, the geometric mean over seeds; ``ratio`` to uniform with ``low``, ``high`` and ``p``, see
-    `summarise_log_ratios`; and ``p_holm``, the corrected p. ``to_uniform`` and ``to_fixed`` are the speed relative to
-    uniform and to the best fixed method, see `log_speedups`. `rows` are the result of `read_round`. Holm's correction
-    is over all rows, or over those of a metric if `correct_each_metric` is True.
+    The columns are ``value``, the geometric mean over seeds; ``ratio`` to the method ``baseline`` with ``low``,
+    ``high`` and ``p``, see `summarise_log_ratios`; and ``p_holm``, the corrected p. ``to_uniform`` and ``to_fixed`` are
+    the speed relative to uniform and to the best fixed method, see `log_speedups`. `rows` are the result of
+    `read_round`. Holm's correction is over all rows, or over those of a metric if `correct_each_metric` is True.
     """
     table_rows = []
     for setting, metric, rows_by_method, end_time, best_fixed in iterate_metrics(rows, metrics):
         uniform_rows, fixed_rows = rows_by_method["uniform"], rows_by_method[best_fixed]
-        uniform_values = log_values_at(uniform_rows, metric, end_time)
+        baseline_values = log_values_at(rows_by_method[baseline], metric, end_time)
         for method, method_rows in rows_by_method.items():
             values = log_values_at(method_rows, metric, end_time)
-            log_ratios = (values - uniform_values).loc[values.index]  # only seeds of the method
+            log_ratios = (values - baseline_values).loc[values.index]  # only seeds of the method
             speed_to_uniform = log_speedups(method_rows, uniform_rows, metric, end_time).mean(skipna=False)
             speed_to_fixed = log_speedups(method_rows, fixed_rows, metric, end_time).mean(skipna=False)
             table_rows.append(
@@ -235,6 +240,7 @@ def table(rows: pd.DataFrame, correct_each_metric: bool = False, metrics: Sequen
                     "setting": setting,
                     "metric": metric,
                     "method": method,
+                    "baseline": baseline,
                     "seeds": len(values),
                     "value": math.exp(values.mean()),
                     **summarise_log_ratios(log_ratios),
@@ -406,6 +412,7 @@ def main() -> None:
         "--goal", metavar="METHOD", help="compare METHOD with the best fixed method, by setting and over all settings"
     )
     parser.add_argument("--page", action="store_true", help="print the table in Markdown")
+    parser.add_argument("--baseline", default="uniform", help="method that the others are divided by (uniform)")
     parser.add_argument("--figure", type=Path, help="draw the table into this file")
     parser.add_argument("--rates", action="store_true", help="print ratios to uniform by learning rate, in Markdown")
     parser.add_argument(
@@ -441,8 +448,11 @@ def main() -> None:
         parser.error(f"--table: no column {', '.join(missing_columns)}; pass files that --out has written")
     if rows.empty:
         raise SystemExit(f"results/study_{arguments.round}_*: no results; run python studies/run.py {arguments.round}")
-    if arguments.goal and arguments.goal not in (known := sorted(rows["method"].unique())):
-        parser.error(f"--goal: got {arguments.goal}, allowed: {', '.join(known)}")
+    known = sorted(rows["method"].unique())
+    for option in ("goal", "baseline"):
+        method = getattr(arguments, option)
+        if method not in (None, "uniform", *known):  # a round without uniform has a message of its own
+            parser.error(f"--{option}: got {method}, allowed: {', '.join(known)}")
     if arguments.round == "final":
         rows = drop_unfinished_settings(rows)
         if rows.empty:
@@ -455,7 +465,7 @@ def main() -> None:
             parser.error("--rates: no setting has uniform at learning rate factor 1 with the seeds of all factors")
         print(page.format_rates(ratios))
         return
-    for method in dict.fromkeys(["uniform", arguments.goal or "uniform"]):
+    for method in dict.fromkeys(["uniform", arguments.goal or "uniform", arguments.baseline]):
         rows = drop_settings_without(method, rows)
         if rows.empty:
             parser.error(f"--table: no setting with {method} is left")
@@ -469,7 +479,7 @@ def main() -> None:
     elif arguments.goal:
         evaluation = goal(rows, arguments.goal)
     else:
-        evaluation = table(rows, correct_each_metric=arguments.round == "final")
+        evaluation = table(rows, correct_each_metric=arguments.round == "final", baseline=arguments.baseline)
     if arguments.figure:
         page.draw(evaluation, arguments.figure, METRICS[:2], LEVEL)
     if arguments.page:

@@ -14,8 +14,8 @@ SHOWN = 4  # the axis ends at 4 times uniform's value, and at a fourth of it
 def format_ratios(judged: pd.DataFrame) -> str:
     """Return a Markdown table per metric, with a row per method and a column per setting, the best method first.
 
-    A cell contains the ratio to uniform at equal time, its interval and the corrected p, see `_cell`. `judged` is the
-    result of ``judge.table``.
+    A cell contains the ratio to the baseline at equal time, its interval and the corrected p, see `_cell`. `judged` is
+    the result of ``judge.table``.
     """
     tables = {}
     for metric, metric_rows in judged.groupby("metric", sort=False):
@@ -131,16 +131,16 @@ def _markdown(tables: dict[Any, pd.DataFrame]) -> str:
 def _cell(row: Any) -> str:
     """Return the text of a row of ``judge.table``: ratio, interval and corrected p, such as ``0.950 (0.910 to 0.990)``.
 
-    A p of 1 is left out. Interval and p are left out with one seed, or if the method's runs are uniform's. For uniform,
-    the text is its value. Without a row, a value or a ratio it is ``unfinished``.
+    A p of 1 is left out. Interval and p are left out with one seed, or if the method's runs are the baseline's. For the
+    baseline, the text is its value. Without a row, a value or a ratio it is ``unfinished``.
     """
     if row is None or math.isnan(row.value):
         return "unfinished"
-    if row.method == "uniform":
+    if row.method == row.baseline:
         return f"{row.value:.3g}"
-    if math.isnan(row.ratio):  # uniform lacks a seed of the method
+    if math.isnan(row.ratio):  # the baseline lacks a seed of the method
         return "unfinished"
-    if math.isnan(row.low):  # one seed, or the runs of the method are uniform's
+    if math.isnan(row.low):  # one seed, or the runs of the method are the baseline's
         return f"{row.ratio:.3f}"
     p = f", p {row.p_holm:.2g}" if row.p_holm < 1 else ""
     return f"{row.ratio:.3f} ({row.low:.3f} to {row.high:.3f}{p})"

@@ -3,7 +3,7 @@
     python studies/tuned.py rates --settings digits      # trials 1 to 3: learning rates
     python studies/tuned.py options --settings digits    # trials 4 and 5: an option of the strategy, at the best rate
     python studies/tuned.py selection                    # the selected trial of each strategy
-    python studies/tuned.py final --settings digits      # the selected trials, and strategies without options
+    python studies/tuned.py final --settings digits      # the selected trials, and untuned ones
     python studies/tuned.py power                        # three strategies, for `show-power`: which measures count
     python studies/judge.py final --table studies/results/tuned_final.csv --page
 
@@ -32,7 +32,9 @@ SETTINGS = ["fashion_mnist_latents", "cifar10_edm", "cifar10", "digits"]
 SEEDS = {"power": range(20, 24), "rates": range(30, 32), "options": range(30, 32)}  # of the final round: `final_seeds`
 SEEDS_PER_EXPERIMENT = 2  # rows are saved after each experiment, so an interruption costs at most this many seeds
 POWER = ("uniform", "log_normal", "coarse_to_fine")  # strategies of the round power
-COMPARISONS = 9 * len(SETTINGS)  # ratios to uniform in one metric; the size of Holm's correction
+UNTUNED = ("uniform", "auto", "coarse_to_fine")  # strategies that also run at the setting's learning rate
+# ratios to uniform in one metric; the size of Holm's correction
+COMPARISONS = (len(TUNING["strategies"]) - 1 + len(UNTUNED)) * len(SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Trial:
 
 def define_strategy(strategy: str, setting: str) -> dict[str, Any]:
     """Return the entry of studies/tuning.yaml of a strategy in a setting."""
-    by_name: dict[str, dict[str, Any]] = TUNING["tuned"] | TUNING["self_tuning"] | TUNING.get(setting, {})
+    by_name: dict[str, dict[str, Any]] = TUNING["strategies"] | TUNING.get(setting, {})
     return by_name[strategy]
 
 
@@ -77,7 +79,7 @@ def list_trials(round_name: str, setting: str) -> list[Trial]:
     """
     if round_name == "power":
         return [Trial(name, name) for name in POWER]
-    rates = [Trial(name, name, factor) for name in TUNING["tuned"] for factor in TUNING["factors"]]
+    rates = [Trial(name, name, factor) for name in TUNING["strategies"] for factor in TUNING["factors"][setting]]
     if round_name == "rates":
         return rates
     best_rates = select_trials(rates, read_table("rates"), setting)
@@ -92,8 +94,7 @@ def list_trials(round_name: str, setting: str) -> list[Trial]:
     tuning_rows = pd.concat([read_table("rates"), read_table("options")], ignore_index=True)
     selected = select_trials([*rates, *options], tuning_rows, setting)
     tuned = [Trial(name, name, best.factor, best.value) for name, best in selected.items()]
-    untuned = [Trial("uniform_untuned", "uniform"), *(Trial(name, name) for name in TUNING["self_tuning"])]
-    return [*tuned, *untuned]
+    return [*tuned, *(Trial(f"{name}_untuned", name) for name in UNTUNED)]
 
 
 def select_trials(trials: list[Trial], table: pd.DataFrame, setting: str) -> dict[str, Trial]:
@@ -195,7 +196,10 @@ def is_finished(table: pd.DataFrame, setting: str, trials: list[Trial], seed: in
 
 
 def save_rows(round_name: str, setting: str, trials: list[Trial], rows: pd.DataFrame) -> None:
-    """Append rows of an experiment to the table of a round; rows of equal runs are replaced."""
+    """Append rows of an experiment to the table of a round; rows of equal runs are replaced.
+
+    In the final round a method has one trial, so rows of the trial that an earlier tuning selected are replaced, too.
+    """
     by_name = {trial.name: trial for trial in trials}
     rows = rows.assign(
         setting=setting,
@@ -203,7 +207,7 @@ def save_rows(round_name: str, setting: str, trials: list[Trial], rows: pd.DataF
         factor=rows["method"].map(lambda name: by_name[name].factor),
         value=rows["method"].map(lambda name: by_name[name].value),
     )
-    run = ["setting", "method", "seed", "step", "factor", "value"]
+    run = ["setting", "method", "seed", "step"] + ([] if round_name == "final" else ["factor", "value"])
     write_table(HERE / "results" / f"tuned_{round_name}.csv", [read_table(round_name), rows], run)
 
 

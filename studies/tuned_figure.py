@@ -28,10 +28,10 @@ COLUMNS = {  # setting: metric and title of its column
 NAMES = {  # method in the results: name in the figure; for options and weightings see studies/tuning.yaml
     "log_normal": "log_normal",
     "info_noise": "info_noise",
-    "coarse_to_fine": "auto+coarse_to_fine, untuned",
+    "coarse_to_fine_untuned": "auto+coarse_to_fine, untuned",
     "min_snr": "min_snr",
     "speed": "speed",
-    "auto": "auto, untuned",
+    "auto_untuned": "auto, untuned",
     "gradient_norm": "gradient_norm",
     "adaptive": "adaptive",
     "uniform": "uniform",

@@ -53,6 +53,15 @@ def test_methods_are_compared_at_equal_time_and_not_at_equal_steps():
     assert table.loc["uniform", "to_fixed"] == pytest.approx(0.8)
 
 
+def test_any_method_can_be_the_baseline():
+    rows = curves({"uniform": (1, 1), "min_snr": (0.8, 1), "p2": (2, 1)}, 4, 1e-9)
+    table = judge.table(rows, baseline="min_snr").query("metric == 'distance'").set_index("method")
+    assert table["ratio"].to_dict() == pytest.approx({"uniform": 1.25, "min_snr": 1, "p2": 2.5})
+    lines = page.format_ratios(judge.table(rows, baseline="min_snr")).splitlines()
+    assert lines[2].startswith("| min_snr |") and "(" not in lines[2]  # a value
+    assert lines[3].startswith("| uniform | 1.250 (")
+
+
 def test_the_goal_is_judged_against_the_best_fixed_method_and_over_all_settings():
     first = curves({"uniform": (1, 1), "min_snr": (0.8, 1), "p2": (2, 1), "auto": (0.4, 1)}, 5, 1e-6)
     second = curves({"uniform": (1, 1), "min_snr": (1.2, 1), "p2": (0.5, 1), "auto": (1, 1)}, 5, 1e-6)
@@ -172,7 +181,17 @@ def finish(which, setting, values):
 def test_trials_of_every_round_are_valid_and_the_best_ones_are_judged(tables, setting):
     with pytest.raises(SystemExit, match=rf"{setting}: tuning is not finished"):
         tuned.list_trials("options", setting)
-    finish("rates", setting, {("speed", 2): 1.0, ("adaptive", 4): math.nan, ("min_snr", 4): 1.5})
+    finish(
+        "rates",
+        setting,
+        {
+            ("speed", 2): 1.0,
+            ("adaptive", 4): math.nan,
+            ("min_snr", 4): 1.5,
+            ("auto", 4): 1.5,
+            ("coarse_to_fine", 2): 1.5,
+        },
+    )
     options = tuned.list_trials("options", setting)
     assert {trial.factor for trial in options if trial.strategy == "speed"} == {2}
     assert {trial.factor for trial in options if trial.strategy == "min_snr"} == {4}
@@ -183,7 +202,9 @@ def test_trials_of_every_round_are_valid_and_the_best_ones_are_judged(tables, se
     assert (final["speed"].factor, final["speed"].value) == (2, 10)  # an option improved on the best rate
     assert (final["min_snr"].factor, final["min_snr"].value) == (4, None)  # here neither value did
     assert final["adaptive"].factor != 4  # diverged
-    assert (final["uniform_untuned"].factor, final["auto"].factor) == (1, 1)
+    assert (final["auto"].factor, final["coarse_to_fine"].factor) == (4, 2)  # without options, but with rates
+    untuned = [final[f"{name}_untuned"] for name in tuned.UNTUNED]
+    assert [(trial.strategy, trial.factor) for trial in untuned] == [(name, 1) for name in tuned.UNTUNED]
     for which in ("rates", "options", "final"):
         for trial in tuned.list_trials(which, setting):
             path = tuned.write_experiment(
@@ -214,12 +235,12 @@ def test_a_round_continues_from_its_table(tables, monkeypatch):
 
     monkeypatch.setattr(tuned, "run_experiment", run_experiment)
     monkeypatch.setattr(tuned, "read_experiment", read_experiment)
-    assert tuned.run_round("rates", "digits", "1") == 0
+    assert tuned.run_round("rates", "cifar10", "1") == 0
     assert [experiment.plain()["training"]["optimizer"]["lr"] for experiment in started] == [1e-3, 2e-3, 4e-3]
     table = tuned.read_table("rates")
-    assert tuned.run_round("rates", "digits", "1") == 0 and len(started) == 3  # nothing is missing
+    assert tuned.run_round("rates", "cifar10", "1") == 0 and len(started) == 3  # nothing is missing
     table[(table["factor"] != 2) | (table["seed"] != 31)].to_csv("results/tuned_rates.csv", index=False)
-    assert tuned.run_round("rates", "digits", "1") == 0
+    assert tuned.run_round("rates", "cifar10", "1") == 0
     assert [*started[3].seeds] == [31] and len(started) == 4
     pd.testing.assert_frame_equal(
         tuned.read_table("rates").sort_values(["factor", "method", "seed"], ignore_index=True),
