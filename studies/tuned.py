@@ -28,7 +28,7 @@ from kairos.training.job import read_progress
 
 HERE = Path(__file__).parent
 TUNING = yaml.safe_load((HERE / "tuning.yaml").read_text(encoding="utf-8"))
-SETTINGS = ["fashion_mnist_latents", "cifar10_edm", "cifar10", "digits"]
+SETTINGS = ["fashion_mnist_latents", "cifar10_edm", "cifar10", "digits", "coco_patches"]
 SEEDS = {"power": range(20, 24), "rates": range(30, 32), "options": range(30, 32)}  # of the final round: `final_seeds`
 SEEDS_PER_EXPERIMENT = 2  # rows are saved after each experiment, so an interruption costs at most this many seeds
 POWER = ("uniform", "log_normal", "coarse_to_fine")  # strategies of the round power
@@ -72,13 +72,14 @@ def define_strategy(strategy: str, setting: str) -> dict[str, Any]:
 
 
 def list_trials(round_name: str, setting: str) -> list[Trial]:
-    """Return the trials of a round in a setting.
+    """Return the trials of a round in a setting, or in the setting in which its strategies are tuned.
 
     Raises:
         SystemExit: a round that determines the trials is not finished: `rates` for `options`, both for `final`.
     """
     if round_name == "power":
         return [Trial(name, name) for name in POWER]
+    setting = TUNING["tuned_in"].get(setting, setting)
     rates = [Trial(name, name, factor) for name in TUNING["strategies"] for factor in TUNING["factors"][setting]]
     if round_name == "rates":
         return rates
@@ -251,6 +252,8 @@ def main() -> int:
         print(table.to_string(index=False, float_format=lambda value: f"{value:.3g}"))
         return 0
     for setting in arguments.settings:
+        if setting in TUNING["tuned_in"] and arguments.command in ("rates", "options"):
+            continue
         if status := run_round(arguments.command, setting, arguments.cores):
             return status
     return 0

@@ -22,6 +22,7 @@ from marks import mark_long
 STUDIES = Path(__file__).parent.parent / "studies"
 run = runpy.run_path(str(STUDIES / "run.py"))
 why = runpy.run_path(str(STUDIES / "why/measure.py"))
+TUNED_SETTINGS = [setting for setting in tuned.SETTINGS if setting not in tuned.TUNING["tuned_in"]]
 
 
 def curves(methods, seeds=8, deviation=0.0, metrics=judge.METRICS):
@@ -158,6 +159,15 @@ def test_every_round_has_valid_experiment_files(tmp_path, monkeypatch):
         run["write_round"]("first", ["digits"], ["uniform", "other"])
 
 
+def test_a_setting_in_which_nothing_is_tuned_has_the_trials_of_another(tables):
+    finish("rates", "cifar10", {("speed", 2): 1.0})
+    finish("options", "cifar10", {("speed-k=10", 2): 0.5})
+    final = tuned.list_trials("final", "coco_patches")
+    assert final == tuned.list_trials("final", "cifar10") and final[3].value == 10
+    path = tuned.write_experiment("x", "coco_patches", {"speed": final[3].method("coco_patches")}, [40], 2)
+    assert load(path).plain()["dataset"]["path"] == "data/coco_patches.parquet"
+
+
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
     """Let the rounds of equal tuning write their tables and experiments to an empty folder."""
@@ -177,7 +187,7 @@ def finish(which, setting, values):
             tuned.save_rows(which, setting, [trial], pd.DataFrame([{**row, **metrics} for row in rows]))
 
 
-@pytest.mark.parametrize("setting", mark_long(tuned.SETTINGS, ["fashion_mnist_latents"]))
+@pytest.mark.parametrize("setting", mark_long(TUNED_SETTINGS, ["fashion_mnist_latents"]))
 def test_trials_of_every_round_are_valid_and_the_best_ones_are_judged(tables, setting):
     with pytest.raises(SystemExit, match=rf"{setting}: tuning is not finished"):
         tuned.list_trials("options", setting)
