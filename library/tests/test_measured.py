@@ -14,6 +14,7 @@ from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.meter import Meter, evaluating
 from kairos_timesteps.strategy import Strategy
+from kairos_timesteps.validation import ValidationLoss
 from marks import mark_long
 
 T = 40
@@ -206,6 +207,49 @@ def test_a_measurement_does_not_change_the_network_or_the_random_state():
     assert network.training and not network[2].training and len(gradients) == 4
     with evaluating(network):
         assert not network[1].training
+    with pytest.raises(KeyError), evaluating(network):
+        raise KeyError
+    assert network.training and network[1].training and not network[2].training
+
+
+class _Averaged(nn.Module):
+    """Network whose ``train(False)`` stores its weights and uses averaged ones, as the EMA of flow_matching does."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.stored = network, []
+
+    def train(self, mode=True):
+        if mode != self.training:
+            with torch.no_grad():
+                if not mode:
+                    self.stored = [parameter.clone() for parameter in self.network.parameters()]
+                for parameter, stored in zip(self.network.parameters(), self.stored, strict=True):
+                    parameter.copy_(stored if mode else torch.zeros_like(stored))
+        return super().train(mode)
+
+    def forward(self, x, t):
+        return self.network(x)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "gradient_norm", "auto", "adaptive_official", "validation"])
+def test_measuring_leaves_the_weights_of_modules_whose_train_does_more(name):
+    torch.manual_seed(0)
+    network = _Averaged(nn.Conv2d(2, 2, 1))
+    before = [parameter.detach().clone() for parameter in network.parameters()]
+    x0 = torch.randn(4, 2, 5, 5)
+    if name == "validation":
+        measured = ValidationLoss(x0, "linear")(network)["loss"]
+        reference = ValidationLoss(x0, "linear")(lambda x, t: network.network(x))["loss"]
+        assert measured == reference  # of the weights that it has, not of the averages
+    else:
+        strategy = Strategy(name, "linear", sampler=None if name == "auto" else {"frequency": 1})
+        for _ in range(30):
+            draw = strategy.draw(x0)
+            strategy.loss(draw, (network(x0, draw.t) ** 2).mean((1, 2, 3)))
+            with strategy.observe(draw, network, torch.optim.SGD(network.parameters(), lr=0.0)):
+                pass
+    assert all(torch.equal(*pair) for pair in zip(network.parameters(), before, strict=True)) and network.training
 
 
 class _Timeless(nn.Module):

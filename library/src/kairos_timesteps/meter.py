@@ -61,7 +61,7 @@ class Meter:
             index: samples, int64 (n,), not decreasing, on the CPU.
             fractions: of the process, float64 (n,).
             noise: name of its random stream.
-            dropout: keep the network in training mode.
+            dropout: keep the network's modes, which are those of training.
         """
         errors = torch.zeros(len(index), dtype=torch.float64)
         size = self.pass_size or len(self.x0)
@@ -166,7 +166,7 @@ class Meter:
             rows: rows of the samples in `x0`, (m,).
             fractions: fractions of the process of all samples in the measurement, (n,).
             noise: name of the noise's random stream.
-            dropout: keep the network in training mode.
+            dropout: keep the network's modes, which are those of training.
 
         Returns:
             x0, noise, times, x_t and the prediction of the m samples. The prediction is float32, without the
@@ -179,7 +179,7 @@ class Meter:
         conditions = None
         if self.conditions is not None:
             conditions = {name: values[rows] for name, values in self.conditions.items()}
-        with evaluating(self.network, dropout), self.autocast or nullcontext():
+        with nullcontext() if dropout else evaluating(self.network), self.autocast or nullcontext():
             output = self.process.predict(self.network, x_t, t, conditions)
             output = self.process.prediction_channels(output, x_t).float()
         return x0, epsilon, t, x_t, output

@@ -17,24 +17,21 @@ _KINDS = ("even", "mlperf8", "middle8")
 
 
 @contextmanager
-def evaluating(network: Any, dropout: bool = False) -> Iterator[None]:
-    """Put a network in evaluation mode, or in training mode if `dropout`; restore each module's mode afterwards.
+def evaluating(network: Any) -> Iterator[None]:
+    """Give a network evaluation mode without a call of ``train()``; restore each module's mode afterwards.
 
-    A network that is no `torch.nn.Module` has no mode and is left as it is.
+    ``train()`` of some modules does more: it exchanges the weights for averaged ones, or merges LoRA. So the network is
+    called with the weights that it has. A network that is no `torch.nn.Module` has no mode and is left as it is.
     """
-    if not isinstance(network, nn.Module):
-        yield
-        return
-    modes = [(module, module.training) for module in network.modules()]
-    if all(mode == dropout for _, mode in modes):  # the usual case in loops of measurements
-        yield
-        return
-    network.train(dropout)
+    modules = network.modules() if isinstance(network, nn.Module) else ()
+    training_modules = [module for module in modules if module.training]
     try:
+        for module in training_modules:
+            module.training = False
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module in training_modules:
+            module.training = True
 
 
 def spread_over(stratum: tuple[float, float], count: int) -> Tensor:
@@ -46,6 +43,9 @@ def spread_over(stratum: tuple[float, float], count: int) -> Tensor:
 @dataclass
 class ValidationLoss:
     """Squared error of a network on fixed images, at times and with noise that depend on the seed alone.
+
+    The network has evaluation mode, see `evaluating`, and the weights that it has when it is measured. Call its
+    ``eval()`` before, if that exchanges them for averaged ones.
 
     Args:
         images: validation images, (n, ...); any device.
