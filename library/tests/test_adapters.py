@@ -1,5 +1,7 @@
 """Schedulers of diffusers, noise schedules and numbers as processes: accepted and rejected values."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -35,7 +37,7 @@ def test_schedulers_of_diffusers_become_equal_processes(diffusers, scheduler, pr
     if betas == "zero":
         options = {"rescale_betas_zero_snr": True}
     noise_scheduler = getattr(diffusers, scheduler)(prediction_type=prediction, **options)
-    process = kairos_timesteps.Strategy("uniform", noise_scheduler, prediction="epsilon").process
+    process = kairos_timesteps.Strategy("uniform", noise_scheduler).process
     assert process.prediction == {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}[prediction]
     assert process.schedule.timesteps == noise_scheduler.config.num_train_timesteps
     x0, noise = random_images()
@@ -126,6 +128,59 @@ def test_the_flow_matching_scheduler_of_diffusers_becomes_an_equal_process(diffu
     assert dynamic.shift == 1  # diffusers' training scripts do not apply dynamic shifts
 
 
+@pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DEISMultistepScheduler"])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_a_solver_of_diffusers_with_flow_sigmas_is_one_of_flow_matching(diffusers, name, shift):
+    scheduler = getattr(diffusers, name)(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+    process = as_process(scheduler)
+    assert isinstance(process, kairos_timesteps.Flow) and process.shift == shift
+    scheduler.set_timesteps(20)
+    x0, noise = random_images(5)
+    position = torch.tensor([0, 5, 10, 15, 19])
+    t = scheduler.sigmas[position].double()
+    mixed = scheduler.add_noise(x0, noise, scheduler.timesteps[position])
+    torch.testing.assert_close(process.noised(x0, noise, t), mixed, atol=2e-3, rtol=0)
+    times = []
+    process.predict(lambda x, time: times.append(time) or x, mixed, t)
+    torch.testing.assert_close(times[0], scheduler.timesteps[position].float(), atol=1.0, rtol=0)
+
+
+def test_predictions_that_contradict_are_rejected(diffusers):
+    ddpm, flow = diffusers.DDPMScheduler, diffusers.FlowMatchEulerDiscreteScheduler
+    for process in (ddpm(), "flow", "edm", flow(), diffusers.EDMEulerScheduler(), kairos_timesteps.Flow()):
+        with pytest.raises(ConfigError, match=r"prediction: got 'v', allowed: '(epsilon|flow|x0)', which the process"):
+            kairos_timesteps.Strategy("uniform+min_snr", process, prediction="v")
+    for process, prediction in ((ddpm(prediction_type="v_prediction"), "v"), ("flow", "flow"), ("edm", "x0")):
+        assert as_process(process, prediction=prediction).prediction == prediction
+    assert as_process("vp", prediction="v").prediction == "v"
+    unknown = [
+        diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction"),
+        diffusers.UniPCMultistepScheduler(prediction_type="epsilon", use_flow_sigmas=True),
+        types.SimpleNamespace(config=types.SimpleNamespace(prediction_type="noise"), alphas_cumprod=[0.9, 0.5]),
+    ]
+    for scheduler in unknown:
+        with pytest.raises(ConfigError, match=r"prediction_type of the scheduler: got '.*', allowed"):
+            as_process(scheduler)
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+def test_a_schedulers_alpha_bar_counts_where_its_betas_do_not_give_it(diffusers, rescale):
+    shifted = diffusers.CogVideoXDPMScheduler(rescale_betas_zero_snr=rescale)
+    by_user = diffusers.DDPMScheduler()
+    by_user.alphas_cumprod = by_user.alphas_cumprod / (3 - 2 * by_user.alphas_cumprod)
+    for scheduler in (shifted, by_user):
+        alphas_cumprod = as_process(scheduler).schedule.alphas_cumprod
+        np.testing.assert_allclose(alphas_cumprod[:-1], scheduler.alphas_cumprod[:-1].double(), rtol=1e-6)
+
+
+def test_alpha_bar_of_any_memory_layout_is_read_and_rounded_values_are_named():
+    alphas_cumprod = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    flipped = np.ascontiguousarray(alphas_cumprod[::-1])[::-1]
+    np.testing.assert_allclose(as_process(flipped).schedule.alphas_cumprod, alphas_cumprod)
+    with pytest.raises(ConfigError, match=r"alphas_cumprod: got .* at 0 and .* at 1, allowed: .*float32"):
+        as_process(torch.tensor(alphas_cumprod).bfloat16())
+
+
 def test_processes_schedules_and_numbers_are_used_unchanged():
     process = kairos_timesteps.Flow()
     assert as_process(process) is process
@@ -150,7 +205,7 @@ def test_processes_schedules_and_numbers_are_used_unchanged():
         ("linaer", "schedule: got 'linaer', allowed: linear, cosine, quadratic"),
         (object(), "process: got object, allowed: a process, a NoiseSchedule, a scheduler of diffusers"),
         (["a", "b"], "process: got list"),
-        ([0.1, 0.5, 0.9], "alphas_cumprod: got shape .*not betas.* decreasing"),
+        ([0.1, 0.5, 0.9], "alphas_cumprod: got 0.1 at 0 and 0.5 at 1.*not betas.* decreasing"),
         ([0.9, 0.5, 0.0], "zero terminal signal-to-noise ratio must end above 0"),
         (torch.zeros(3, 3), "alphas_cumprod: got shape"),
         ([0.9, float("nan"), 0.1], "alphas_cumprod"),
@@ -204,11 +259,13 @@ def test_a_schedule_takes_two_or_more_numbers_that_fall_within_0_and_1(values):
 @pytest.mark.parametrize(
     "scheduler", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler", "DDIMScheduler"]
 )
-def test_schedulers_of_zero_terminal_snr_have_finite_weights(diffusers, scheduler):
-    built = getattr(diffusers, scheduler)(beta_schedule="scaled_linear", rescale_betas_zero_snr=True)
-    process = as_process(built, prediction="v")
+@pytest.mark.parametrize("betas", ["linear", "scaled_linear"])
+def test_schedulers_of_zero_terminal_snr_have_finite_weights(diffusers, scheduler, betas):
+    options = {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}
+    built = getattr(diffusers, scheduler)(beta_schedule=betas, **options)
+    process = as_process(built)
     snr = process.schedule.snr
     assert 0 < snr[-1] < snr[-2] and np.isfinite(np.log(snr)).all()
     np.testing.assert_allclose(process.schedule.alphas_cumprod[:-1], built.alphas_cumprod[:-1], rtol=1e-5)
     for name in ("auto", "uniform+vlb", "uniform+edm2", "uniform+sigmoid", "info_noise"):
-        assert np.isfinite(kairos_timesteps.Strategy(name, built, prediction="v").table()["effective"]).all()
+        assert np.isfinite(kairos_timesteps.Strategy(name, built).table()["effective"]).all()

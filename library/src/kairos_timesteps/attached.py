@@ -73,7 +73,7 @@ def attach(
     seed: int = 0,
     sampler: Mapping[str, Any] | None = None,
     weighting: Mapping[str, Any] | None = None,
-    prediction: str = "epsilon",
+    prediction: str | None = None,
     timesteps: int = 1000,
     process_group: Any = None,
 ) -> "Attached":
@@ -101,8 +101,8 @@ def attach(
         seed: seed of all random numbers.
         sampler: options of the sampler.
         weighting: options of the weighting.
-        prediction: what the network predicts, ``epsilon``, ``x0`` or ``v``, for processes that leave it open. The
-            ``prediction_type`` of a scheduler of diffusers is read once, here; a later change is an error.
+        prediction: what the network predicts, ``epsilon`` (also None), ``x0`` or ``v``, for processes that leave it
+            open. The ``prediction_type`` of a scheduler of diffusers is read once, here; a later change is an error.
         timesteps: T, for a schedule given by name.
         process_group: ranks that share the global batch, or one dimension of a DeviceMesh; None: all ranks.
 

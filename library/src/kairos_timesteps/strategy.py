@@ -94,7 +94,8 @@ class Strategy:
             (edm, fdm, flow, vp). Or it is a noise schedule: a `NoiseSchedule`, one of diffusers' schedulers, alpha-bar
             as an array of T numbers, or a name (linear, cosine, quadratic, scaled_linear).
         timesteps: T, for a schedule given by name.
-        prediction: what the network predicts, ``epsilon``, ``x0`` or ``v``, for processes that leave it open.
+        prediction: what the network predicts, ``epsilon`` (also None), ``x0`` or ``v``, for processes that leave it
+            open.
         sampler: options of the sampler.
         weighting: options of the weighting.
         coupling: name of the coupling, or its name and options, ``{"name": "nearest", "k": 8}``; see `couple`.
@@ -113,7 +114,7 @@ class Strategy:
         process: Any = "linear",
         *,
         timesteps: int = 1000,
-        prediction: str = "epsilon",
+        prediction: str | None = None,
         sampler: Mapping[str, Any] | None = None,
         weighting: Mapping[str, Any] | None = None,
         coupling: str | Mapping[str, Any] = "independent",

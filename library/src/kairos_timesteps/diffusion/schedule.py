@@ -12,7 +12,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from kairos_timesteps.errors import ConfigError, demand, rejection
+from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.lazy import Tensor
 from kairos_timesteps.numeric import Array as Array
 from kairos_timesteps.numeric import Values, integers
@@ -45,12 +45,16 @@ class NoiseSchedule:
             ConfigError: the values do not fall from one to the next within (0, 1).
         """
         values = np.asarray(alphas_cumprod, np.float64)
-        falls = values.ndim == 1 and len(values) > 1 and bool((np.diff(values) < 0).all())  # not so with NaN
-        if not falls or values[0] >= 1 or values[-1] <= 0:
-            raise ConfigError(
-                f"alphas_cumprod: got shape {values.shape}, allowed: alpha-bar (not betas), two or more decreasing "
-                "numbers between 0 and 1; a schedule of zero terminal signal-to-noise ratio must end above 0"
-            )
+        allowed = "alpha-bar (not betas), two or more decreasing numbers between 0 and 1"
+        demand(values.ndim == 1 and len(values) > 1, "alphas_cumprod", f"shape {values.shape}", allowed)
+        rises = np.flatnonzero(~(np.diff(values) < 0))  # also at NaN
+        if len(rises):
+            first = int(rises[0])
+            got = f"{values[first]:.6g} at {first} and {values[first + 1]:.6g} at {first + 1}"
+            raise rejection("alphas_cumprod", got, f"{allowed}, not rounded to less than float32")
+        got = f"{values[0]:.6g} to {values[-1]:.6g}"
+        allowed += "; a schedule of zero terminal signal-to-noise ratio must end above 0"
+        demand(values[0] < 1 and values[-1] > 0, "alphas_cumprod", got, allowed)
         return cls(1 - values / np.concatenate([[1.0], values[:-1]]))
 
     @property
