@@ -103,7 +103,7 @@ class Specification:
     weighting: dict[str, Any] = field(default_factory=lambda: {"name": "none"})
     process: str = "linear"
     timesteps: int = 20
-    prediction: str = "epsilon"
+    prediction: str | None = None
 
     def __repr__(self) -> str:
         name = f"{self.sampler['name']}+{self.weighting['name']}"

@@ -373,7 +373,7 @@ def test_measurements_use_the_weights_that_the_weighting_has_learned(sampler):
 @pytest.mark.parametrize("process", ["linear", "flow"])
 def test_draws_and_resumes_use_the_weights_that_coarse_to_fine_has_learned(process):
     def strategy() -> kairos_timesteps.Strategy:
-        return kairos_timesteps.Strategy("uniform+coarse_to_fine", process, timesteps=20, prediction="epsilon")
+        return kairos_timesteps.Strategy("uniform+coarse_to_fine", process, timesteps=20)
 
     strategy_built = strategy()
     before = strategy_built.weighting.weights().copy()

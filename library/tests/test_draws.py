@@ -9,7 +9,7 @@ from components_by_name import make_sampler
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.coordinates import POINTS, RandomCoordinates
-from kairos_timesteps.diffusion.schedule import make_schedule
+from kairos_timesteps.diffusion.schedule import SCHEDULES, make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import spline
 from kairos_timesteps.registry import sampler
@@ -22,7 +22,8 @@ U = np.linspace(0, 1, 1001)
 
 def make_strategy(name, process="cosine", weighting="none", **options):
     """Return a strategy whose sampler has options."""
-    return kairos_timesteps.Strategy(f"{name}+{weighting}", process, sampler=options, prediction="v")
+    prediction = "v" if process in SCHEDULES else None  # others state it
+    return kairos_timesteps.Strategy(f"{name}+{weighting}", process, sampler=options, prediction=prediction)
 
 
 def flow_sampler(name, **options):
@@ -55,6 +56,19 @@ def check_one_graph(name, backend):
 )
 def test_a_draw_of_a_sampler_of_each_module_is_one_graph_with_the_same_numbers(name):
     check_one_graph(name, "eager")
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantiles_and_probabilities_have_the_type_of_their_argument(name, kind):
+    density = make_strategy(name).sampler
+    context = dict.fromkeys(density.requires_context, 1000)
+    p = torch.tensor([0.01, 0.3, 0.5, 0.9, 1 - torch.finfo(kind).eps / 2], dtype=kind)
+    exact = density.quantile(p.double(), **context)
+    quantiles, probabilities = density.quantile(p, **context), density.cdf(p, **context)
+    assert quantiles.dtype == probabilities.dtype == kind and (quantiles < 1).all() and (exact < 1).all()
+    torch.testing.assert_close(quantiles.double(), exact, rtol=torch.finfo(kind).eps, atol=torch.finfo(kind).tiny)
+    assert density.quantile(np.float32([0.5]), **context).dtype == np.float32
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ import kairos_timesteps
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.preset_table import BOUNDS, CONVENTIONS, TABLE
 from kairos_timesteps.presets import evaluate
+from kairos_timesteps.registry import split
 
 pytest.importorskip("scipy")
 from trainers import TRAINERS
@@ -98,6 +99,36 @@ def test_weights_equal_those_of_the_trainer(name):
     np.testing.assert_allclose(results.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("row", [row for row in TABLE if row.weighting != "none()"], ids=lambda row: row.name)
+def test_a_weighting_that_is_attached_as_printed_has_the_weights_of_its_preset(row):
+    """Each in the prediction that its convention names, for which the trainer states it."""
+    convention = CONVENTIONS[row.convention]
+    name, options = split(evaluate(row.weighting, row.options))
+    if convention.time == "step":
+        times = np.arange(1000) / 1000
+        strategy = kairos_timesteps.Strategy(
+            f"uniform+{name}", "scaled_linear", prediction=convention.prediction, weighting=options
+        )
+    else:
+        strategy = kairos_timesteps.Strategy(
+            f"uniform+{name}", {"t": "flow", "sigma": "edm"}[convention.time], weighting=options
+        )
+        times = strategy.process.schedule.times
+    weights = kairos_timesteps.preset(row.name).weights(times)
+    np.testing.assert_allclose(strategy.table()["w"], weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["simpletuner:beta", "ai_toolkit:content", "kohya:shift", "edm:log_normal"])
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
+def test_quantiles_of_presets_have_the_type_of_their_argument(name, kind):
+    preset = kairos_timesteps.preset(name)
+    p = torch.tensor([0.1, 0.5, 0.9, 1 - torch.finfo(kind).eps / 2], dtype=kind)
+    quantiles = preset.quantile(p)
+    assert quantiles.dtype == kind and (name == "edm:log_normal" or (quantiles < 1).all())
+    np.testing.assert_allclose(quantiles.double(), preset.quantile(p.double().numpy()), rtol=torch.finfo(kind).eps * 2)
+    assert preset.quantile(np.float32([0.5])).dtype == np.float32
+
+
 def distance(draws, quantile):
     """Return the Kolmogorov-Smirnov distance, measured on both sides of 20,001 quantiles of the trainer."""
     levels = (np.arange(20_001) + 0.5) / 20_001
@@ -157,10 +188,10 @@ def test_a_mixed_batch_of_nemo_has_one_component():
         ("kohya:shift", {"shift": 3.0}, {}, 0.75),  # above 1: more noise
         ("musubi:flux_shift", {}, {"tokens": 4096}, 0.7595109),
         ("musubi:qwen_shift", {}, {"tokens": 8192}, 0.7109495),
-        ("ai_toolkit:content", {}, {}, 0.875),  # index 0 is the most noise
-        ("ai_toolkit:style", {}, {}, 0.125),
-        ("simpletuner:beta", {"alpha": 3.0, "beta": 1.0}, {}, 0.7937005),
-        ("simpletuner:mixflow", {}, {}, 0.2928932),
+        ("ai_toolkit:content", {}, {}, 0.7595909),  # index 0 is the most noise
+        ("ai_toolkit:style", {}, {}, 0.2404091),
+        ("simpletuner:beta", {"alpha": 3.0, "beta": 1.0}, {}, 0.9203148),
+        ("simpletuner:mixflow", {}, {}, 0.5540971),
         ("onetrainer:sigmoid", {"weight": 50.0, "bias": 0.3}, {}, 0.9),
         ("wan:high_noise", {}, {}, 0.95),
         ("edm:log_normal", {}, {}, 0.3011942),

@@ -212,6 +212,19 @@ def test_half_precision_is_kept_and_accurate(name, dtype):
     torch.testing.assert_close(prediction.double(), expected, rtol=8 * precision, atol=8 * precision)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("process", [kairos_timesteps.Flow(time_scale=1000), kairos_timesteps.Edm(), "vp"])
+def test_times_are_not_rounded_to_the_type_of_the_latents(process, dtype):
+    times = {}
+    for kind in (torch.float32, dtype):
+        seen = times.setdefault(kind, [])
+        validation = kairos_timesteps.ValidationLoss(torch.randn(8, 2, 4, 4).to(kind), process, kind="middle8")
+        validation(lambda x, t, seen=seen: seen.append(t) or torch.zeros_like(x))
+    assert len(times[dtype]) > 0
+    for wide, half in zip(times[torch.float32], times[dtype], strict=True):
+        assert half.dtype == torch.float32 and torch.equal(half, wide)
+
+
 @pytest.mark.parametrize("name", ["adaptive+min_snr", "gradient_norm", "loss_rms+edm2"])
 @pytest.mark.parametrize("process", ["cosine", "edm", "flow"])
 def test_a_strategy_measures_a_network_in_bfloat16(name, process):

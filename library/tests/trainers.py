@@ -226,23 +226,27 @@ TRAINERS = {
         ),
         context={"tokens": 1024},
     ),
-    "simpletuner:beta": Trainer(stats.beta(3.0, 1.5).ppf, options={"alpha": 3.0, "beta": 1.5}),
-    "simpletuner:mixflow": Trainer(lambda p: 1 - np.sqrt(1 - p)),
+    "simpletuner:beta": Trainer(shifted(stats.beta(3.0, 1.5).ppf, 3.0), options={"alpha": 3.0, "beta": 1.5}),
+    "simpletuner:mixflow": Trainer(shifted(lambda p: 1 - np.sqrt(1 - p), 3.0)),
     "simpletuner:fast_schedule": Trainer(
         lambda p: np.sort([1.0] * 7 + [0.75, 0.5, 0.25])[np.floor(10 * p).astype(int).clip(max=9)]
     ),
     "simpletuner:cubic": Trainer(
-        of_density(interpolate.PchipInterpolator(np.linspace(0, 1, 4), _KNOTS)), options={"values": _KNOTS}
+        shifted(of_density(interpolate.PchipInterpolator(np.linspace(0, 1, 4), _KNOTS)), 3.0),
+        options={"values": _KNOTS},
     ),
-    "onetrainer:cos_map": Trainer(lambda p: 1 - 1 / (np.tan(np.pi * p / 2) + 1)),
+    "onetrainer:cos_map": Trainer(
+        shifted(lambda p: 1 - 1 / (np.tan(np.pi * p / 2) + 1), 2.0), options={"timestep_shift": 2.0}
+    ),
     "onetrainer:inverted_parabola": Trainer(of_density(parabola(7.7, 0.2)), options={"weight": 7.7, "bias": 0.2}),
     "onetrainer:sigmoid": Trainer(of_density(slope(6.0, 0.1)), options={"weight": 6.0, "bias": 0.1}),
     "onetrainer:heavy_tail": Trainer(mode(-0.6), options={"mode_scale": -0.6}),
     "onetrainer:sigma": Trainer(uniform, lambda t: t),
-    "onetrainer:debiased_v": Trainer(steps, of_snr(lambda s: 1 / np.sqrt(s + 1)), steps=True),
+    "onetrainer:debiased_v": Trainer(steps, of_snr(lambda s: 1 / np.sqrt(s + 1), 1000), steps=True),
     "onetrainer:p2_v": Trainer(steps, of_snr(lambda s: (2 + s) ** -0.7), options={"gamma": 0.7}, steps=True),
-    "ai_toolkit:content": Trainer(lambda p: 1 - (1 - p) ** 3),  # index u³ of times that fall
-    "ai_toolkit:style": Trainer(lambda p: 1 - (1 - p**3)),
+    # index u³ or 1 - u³ of falling times, which are sorted logit-normal draws
+    "ai_toolkit:content": Trainer(lambda p: logit_normal(0, 1)(1 - (1 - p) ** 3)),
+    "ai_toolkit:style": Trainer(lambda p: logit_normal(0, 1)(p**3)),
     "ai_toolkit:snr_gamma": Trainer(steps, of_snr(lambda s: 4 / s), options={"gamma": 4.0}, steps=True),
     "ai_toolkit:half_bell": Trainer(uniform, lambda t: bell(np.maximum(t, 0.5))),
     "diffsynth:bell": Trainer(uniform, bell),

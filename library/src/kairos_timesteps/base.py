@@ -16,7 +16,17 @@ from kairos_timesteps.coordinates import POINTS, RandomCoordinates, points
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, NoiseSchedule, error_ratio
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor, torch
-from kairos_timesteps.numeric import Array, Tables, Values, bisect, interp, namespace, without_warnings
+from kairos_timesteps.numeric import (
+    Array,
+    Tables,
+    Values,
+    below_one,
+    bisect,
+    in_type_of_argument,
+    interp,
+    namespace,
+    without_warnings,
+)
 from kairos_timesteps.options import Component, option
 from kairos_timesteps.randomness import Device, Step
 
@@ -137,8 +147,9 @@ class MeasuresNetwork(Learned):
 class Sampler(Stateful):
     """Base of all samplers: a density of u in [0, 1), given by its distribution function, its inverse, or both.
 
-    A subclass overrides `cdf`, `quantile` or both; each is derived from the other if only one is given. Their arguments
-    are float64, numpy arrays or tensors, elementwise; the result is of the same kind.
+    A subclass overrides `cdf`, `quantile` or both; each is derived from the other if only one is given. They are
+    elementwise, and get float64, as numpy arrays or tensors. Callers may pass any floating type: the result has the
+    same, and quantiles are below 1.
 
     Keyword arguments of a density are its context: ``step``, the training step, and properties of the samples such as
     ``tokens``. `context_names` lists the names that a density uses.
@@ -174,6 +185,13 @@ class Sampler(Stateful):
         defined = kind.cdf is not Sampler.cdf or kind.quantile is not Sampler.quantile
         demand(defined, kind.__name__, "neither cdf nor quantile", "a class that defines cdf, quantile or both")
 
+    def __init_subclass__(cls) -> None:
+        """Give overridden methods the types of their arguments."""
+        super().__init_subclass__()
+        for name, convert in (("cdf", in_type_of_argument), ("quantile", below_one)):
+            if name in vars(cls):
+                setattr(cls, name, convert(vars(cls)[name]))
+
     @classmethod
     def required_context(cls, options: Any) -> set[str]:
         """Return the context names that every draw must pass, given the options."""
@@ -183,10 +201,12 @@ class Sampler(Stateful):
         """Raise ConfigError: the name of this sampler is taken, so it cannot decorate a function."""
         raise ConfigError(f"{type(self).__name__}: a sampler of kairos has this name; choose another for your function")
 
+    @in_type_of_argument
     def cdf(self, u: Values, **context: Any) -> Values:
         """Return the probability of a draw below u, without the floor, elementwise."""
         return bisect(lambda p: self.quantile(p, **context), u)
 
+    @below_one
     def quantile(self, p: Values, **context: Any) -> Values:
         """Return the inverse of `cdf`, elementwise.
 

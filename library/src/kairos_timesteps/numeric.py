@@ -3,6 +3,7 @@
 Tables and checks use numpy, without importing torch. Draws use torch, on the batch's device.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 Values = TypeVar("Values", Array, Tensor)  # a function of arrays returns an array, of tensors a tensor
 Kind = TypeVar("Kind", covariant=True)
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Namespace(Protocol[Kind]):
@@ -85,6 +87,42 @@ def on_device(values: Tensor, device: "torch.device") -> Tensor:
     if not asynchronous or torch.cuda.is_current_stream_capturing():
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def in_type_of_argument(method: Method) -> Method:
+    """Let an elementwise method of ``(values, **context)`` compute in float64; the result has the type of `values`."""
+
+    @functools.wraps(method)
+    def converting(self: Any, values: Any, **context: Any) -> Any:
+        if is_numpy(values):
+            kind = np.asarray(values).dtype
+            if kind == np.float64 or kind.kind != "f":
+                return method(self, values, **context)
+            return np.asarray(method(self, np.asarray(values, np.float64), **context)).astype(kind)
+        if values.dtype == torch.float64 or not values.is_floating_point():
+            return method(self, values, **context)
+        return method(self, values.double(), **context).to(values.dtype)
+
+    return converting  # type: ignore[return-value]  # the signature of `method`
+
+
+def below_one(method: Method) -> Method:
+    """Let `in_type_of_argument` also bound the result by the largest number of its type that is below 1."""
+    converting = in_type_of_argument(method)
+
+    @functools.wraps(method)
+    def bounded(self: Any, values: Any, **context: Any) -> Any:
+        return largest_below_one(converting(self, values, **context))
+
+    return bounded  # type: ignore[return-value]
+
+
+def largest_below_one(values: Any) -> Any:
+    """Return the values, each bounded by the largest number of their type that is below 1."""
+    if is_numpy(values):
+        values = np.asarray(values)
+        return np.minimum(values, values.dtype.type(1 - np.finfo(values.dtype).eps / 2))
+    return values.clamp(max=1 - torch.finfo(values.dtype).eps / 2)
 
 
 def normal_cdf(x: Values) -> Values:

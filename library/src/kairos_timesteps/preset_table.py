@@ -15,13 +15,11 @@ class Convention(NamedTuple):
         time: unit of the times of a preset: ``t`` of a linear flow, ``sigma``, or ``step``, a timestep over 1000.
         prediction: prediction for which the weighting is built.
         meaning: direction of the trainer's time, and the sign of its options or the error that it weights.
-        largest_snr: upper limit of the signal-to-noise ratio in weights.
     """
 
     time: str
     prediction: str
     meaning: str
-    largest_snr: float = float("inf")
 
 
 STEP = "timestep/1000 of Stable Diffusion, 0.999 is noise"
@@ -33,9 +31,7 @@ CONVENTIONS = {
     "log_snr": Convention("t", "flow", "t = sigmoid(-ln SNR/2), 1 is noise; a larger mean of ln SNR gives less noise"),
     "sigma": Convention("sigma", "x0", "sigma, infinity is noise; a larger mean of ln sigma gives more noise"),
     "epsilon": Convention("step", "epsilon", f"{STEP}; weights for epsilon"),
-    "epsilon_capped": Convention("step", "epsilon", f"{STEP}; weights for epsilon, SNR at most 1000", 1000.0),
-    "v_capped": Convention("step", "v", f"{STEP}; weights for v, SNR at most 1000", 1000.0),
-    "v_direct": Convention("step", "epsilon", f"{STEP}; weights for v, by a formula for epsilon"),
+    "v": Convention("step", "v", f"{STEP}; weights for v"),
 }
 
 # Bounds of the trainers' options by name; options that are not here are above 0. Components check further bounds.
@@ -125,13 +121,13 @@ TABLE = (
     Row("kohya:min_snr", "weight min(SNR, gamma)/SNR", KOHYA_LOSS, {"gamma": 5.0},
         "uniform()", "min_snr(gamma=gamma)", "epsilon"),
     Row("kohya:debiased", "weight 1/sqrt(SNR)", KOHYA_LOSS, {},
-        "uniform()", "debiased()", "epsilon_capped"),
+        "uniform()", "debiased(largest_snr=1000)", "epsilon"),
     Row("kohya:debiased_v", "weight 1/(SNR + 1)", KOHYA_LOSS, {},
-        "uniform()", "debiased()", "v_capped"),
+        "uniform()", "debiased(largest_snr=1000)", "v"),
     Row("kohya:scale_v_pred_loss", "weight SNR/(SNR + 1)", KOHYA_LOSS, {},
-        "uniform()", "snr()", "v_capped"),
+        "uniform()", "snr(largest_snr=1000)", "v"),
     Row("kohya:v_pred_like_loss", "weight 1 + c (SNR + 1)/SNR", KOHYA_LOSS, {"c": 0.1},
-        "uniform()", "v_like_loss(c=c)", "v_capped"),
+        "uniform()", "v_like_loss(c=c, largest_snr=1000)", "epsilon"),
 
     Row("musubi:flux_shift", "sigmoid, shifted by tokens", MUSUBI, {"sigmoid_scale": 1.0},
         "shift(law='exponential', first=256, last=4096, low=0.5, high=1.15, density=log_normal(s=sigmoid_scale))"),
@@ -156,17 +152,17 @@ TABLE = (
         "shift(law='exponential', first=256, last=8192, low=0.5, high=0.9, density=log_normal(), share=95), "
         "log_normal(m=-5.36 / 2, s=1 / 2, share=5)])", convention="log_snr"),
 
-    Row("simpletuner:beta", "Beta(alpha, beta)", SIMPLETUNER, {"alpha": 2.0, "beta": 2.0},
-        "beta(a=alpha, b=beta)"),
-    Row("simpletuner:mixflow", "1 - sqrt(U)", SIMPLETUNER, {},
-        "beta(a=1, b=2)"),
+    Row("simpletuner:beta", "Beta(alpha, beta), shifted", SIMPLETUNER, {"alpha": 2.0, "beta": 2.0, "shift": 3.0},
+        "shift(alpha=shift, density=beta(a=alpha, b=beta))"),
+    Row("simpletuner:mixflow", "1 - sqrt(U), shifted", SIMPLETUNER, {"shift": 3.0},
+        "shift(alpha=shift, density=beta(a=1, b=2))"),
     Row("simpletuner:fast_schedule", "t = 1 in 7 of 10 draws, else 0.75, 0.5 or 0.25", SIMPLETUNER, {},
         "listed(times=[1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])"),
-    Row("simpletuner:cubic", "monotone cubic through knots", SIMPLETUNER, {"values": [1.0, 1.0]},
-        "table(values=values, between='spline')"),
+    Row("simpletuner:cubic", "monotone cubic through knots, shifted", SIMPLETUNER, {"values": [1.0, 1.0], "shift": 3.0},
+        "shift(alpha=shift, density=table(values=values, between='spline'))"),
 
-    Row("onetrainer:cos_map", "p = 2/(pi (1 - 2t + 2t²))", ONETRAINER, {},
-        "cosmap()"),
+    Row("onetrainer:cos_map", "p = 2/(pi (1 - 2t + 2t²)), shifted", ONETRAINER, {"timestep_shift": 1.0},
+        "shift(alpha=timestep_shift, density=cosmap())"),
     Row("onetrainer:inverted_parabola", "p ~ 2 - weight (t - 1/2 - bias)²", ONETRAINER, {"weight": 0.0, "bias": 0.0},
         "parabola(weight=weight, bias=bias)"),
     Row("onetrainer:sigmoid", "p ~ sigmoid(weight (t - 1/2 - bias))", ONETRAINER, {"weight": 0.0, "bias": 0.0},
@@ -175,15 +171,15 @@ TABLE = (
         "mode(m=mode_scale)"),
     Row("onetrainer:sigma", "weight t", ONETRAINER_LOSS, {},
         "uniform()", "linear(offset=0, slope=1)"),
-    Row("onetrainer:debiased_v", "weight 1/sqrt(SNR + 1)", ONETRAINER_LOSS, {},
-        "uniform()", "p2(gamma=0.5)", "v_direct"),
+    Row("onetrainer:debiased_v", "weight 1/sqrt(min(SNR, 1000) + 1)", ONETRAINER_LOSS, {},
+        "uniform()", "p2(gamma=0.5, convert=False, largest_snr=1000)", "v"),
     Row("onetrainer:p2_v", "weight (2 + SNR)^-gamma", ONETRAINER_LOSS, {"gamma": 1.0},
-        "uniform()", "p2(k=2, gamma=gamma)", "v_direct"),
+        "uniform()", "p2(k=2, gamma=gamma, convert=False)", "v"),
 
-    Row("ai_toolkit:content", "1 - U³", AI_TOOLKIT, {},
-        "beta(a=1, b=1 / 3)", convention="reversed"),
-    Row("ai_toolkit:style", "U³", AI_TOOLKIT, {},
-        "beta(a=1 / 3, b=1)", convention="reversed"),
+    Row("ai_toolkit:content", "rank 1 - U³ among logit-normal times", AI_TOOLKIT, {},
+        "warp(density=beta(a=1, b=1 / 3))", convention="reversed"),
+    Row("ai_toolkit:style", "rank U³ among logit-normal times", AI_TOOLKIT, {},
+        "warp(density=beta(a=1 / 3, b=1))", convention="reversed"),
     Row("ai_toolkit:snr_gamma", "weight gamma/SNR", AI_TOOLKIT_SNR, {"gamma": 5.0},
         "uniform()", "snr(power=-1, scale=gamma)", "epsilon"),
     Row("ai_toolkit:half_bell", "weight of a bell, flat below 1/2", AI_TOOLKIT_FLOW, {},

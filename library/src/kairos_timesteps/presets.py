@@ -15,7 +15,7 @@ from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor, torch
-from kairos_timesteps.numeric import Array, bisect, sigmoid
+from kairos_timesteps.numeric import Array, bisect, largest_below_one, sigmoid
 from kairos_timesteps.options import Component, allowed_names_hint, dump, option, parse
 from kairos_timesteps.preset_table import BOUNDS, CONVENTIONS, TABLE
 from kairos_timesteps.randomness import Device
@@ -99,7 +99,7 @@ class Preset:
         convention = CONVENTIONS[row.convention]
         self.name, self.trainer, self.options = name, row.trainer, options
         self.help, self.source, self.convention = row.help, row.source, convention.meaning
-        self._unit, self._largest_snr = convention.time, convention.largest_snr
+        self._unit = convention.time
         try:
             self.sampler = density(**evaluate(row.sampler, options))
             self.weighting = weighting(**evaluate(row.weighting, options), prediction=convention.prediction)
@@ -125,10 +125,18 @@ class Preset:
         return _OF_FRACTION[self._unit](self.sampler.draw(coordinates)).float()
 
     def quantile(self, probability: Any, **context: Any) -> Any:
-        """Return the time below which a draw falls with a probability, elementwise, float64; a tensor for a tensor."""
+        """Return the time below which a draw falls with a probability, elementwise.
+
+        The result has the kind and type of `probability`, and is below 1 unless it is a sigma.
+        """
         p = torch.as_tensor(probability, dtype=torch.float64)
         times = self._quantile(p, RandomCoordinates(device=p.device, context=context))
-        return times if isinstance(probability, torch.Tensor) else times.numpy()
+        if isinstance(probability, torch.Tensor):
+            times = times.to(probability.dtype if probability.is_floating_point() else torch.float64)
+        else:
+            kind = np.asarray(probability).dtype
+            times = times.numpy().astype(kind if kind.kind == "f" else np.float64)
+        return times if self._unit == "sigma" else largest_below_one(times)
 
     def cdf(self, t: Any, **context: Any) -> Array:
         """Return the probability of a draw below each time, float64, by bisection of `quantile`.
@@ -154,7 +162,7 @@ class Preset:
             ConfigError: a time on the CPU is out of range, or its weight is not finite.
         """
         t = torch.as_tensor(t)
-        snr = _SNR[self._unit](t.double()).clamp(max=self._largest_snr)
+        snr = _SNR[self._unit](t.double())
         factors: Tensor = self.weighting(snr).float()
         if t.device.type == "cpu":
             last = float("inf") if self._unit == "sigma" else 1.0

@@ -153,7 +153,8 @@ class Process(Component):
         return _FORMULAS[self.prediction][1](*self._shaped_coefficients(t, x_t), x_t, output)
 
     def _time_input(self, t: Tensor, x_t: Tensor) -> Tensor:
-        return (self.time_scale * self.embedded(t)).to(x_t.dtype)
+        # never in half precision: 562.5 would become 564 in bfloat16
+        return (self.time_scale * self.embedded(t)).to(torch.promote_types(x_t.dtype, torch.float32))
 
     def _shaped_coefficients(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         a, s = self.coefficients(t)

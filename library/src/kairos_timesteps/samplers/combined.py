@@ -13,7 +13,21 @@ from kairos_timesteps.coordinates import RandomCoordinates, required
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.lazy import torch
-from kairos_timesteps.numeric import Array, Tables, Values, bisect, integers, interp, namespace, same_kind, spline
+from kairos_timesteps.numeric import (
+    Array,
+    Tables,
+    Values,
+    bisect,
+    integers,
+    interp,
+    logit,
+    namespace,
+    normal_cdf,
+    normal_quantile,
+    same_kind,
+    sigmoid,
+    spline,
+)
 from kairos_timesteps.options import dump, option, options_without_name, parse
 from kairos_timesteps.registry import SAMPLERS, sampler, split
 
@@ -339,6 +353,27 @@ class Shift(Transformed):
     def has_mass(self, low: float, high: float) -> bool:
         """Return True if the density has mass between two fractions, or if the shift depends on the sample."""
         return self.law != "constant" or super().has_mass(low, high)
+
+
+@sampler("warp", "a density of ranks in a logit-normal distribution (ai-toolkit)")
+class Warp(Transformed):
+    r"""Quantile of a logit-normal distribution, at a probability v that follows the density q.
+
+    $$u = \frac{1}{1 + e^{-(m + s \Phi^{-1}(v))}}, \qquad v \sim q$$
+
+    ai-toolkit draws ranks in a sorted list of logit-normal times.
+    """
+
+    m: float = option(0.0, "mean of ln(u/(1 - u)) for uniform ranks; above 0 noise")
+    s: float = option(1.0, "its standard deviation", gt=0)
+
+    def to_process(self, v: Values, **context: Any) -> Values:
+        """Return the quantiles of the logit-normal distribution."""
+        return sigmoid(self.m + self.s * normal_quantile(v))
+
+    def from_process(self, u: Values, **context: Any) -> Values:
+        """Return the probabilities below u in the logit-normal distribution."""
+        return normal_cdf((logit(u) - self.m) / self.s)
 
 
 class Combined(Composed):

@@ -41,19 +41,36 @@ class Vlb(Weighting):
         return self.schedule.in_prediction(self.schedule.vlb, self.prediction)
 
 
+class CappedWeighting(Weighting):
+    """Base of functions of an SNR that some trainers limit, in the formula and in its conversion to a prediction."""
+
+    largest_snr: float | None = option(None, "upper limit of the SNR (kohya: 1000); null: none", gt=0)
+
+    def __call__(self, snr: Values, step: Any = 0) -> Values:
+        """Return the weights at the limited SNR."""
+        return super().__call__(snr if self.largest_snr is None else snr.clip(None, self.largest_snr), step)
+
+
 @weighting("p2", "perception prioritised (Choi et al. 2022)")
-class P2(Weighting):
+class P2(CappedWeighting):
     r"""Perception prioritised (Choi et al. 2022, eq. 8), on the error of epsilon; gamma 0 is no weighting.
 
     $$w_\epsilon = \frac{1}{(k + \mathrm{SNR})^\gamma}$$
+
+    OneTrainer applies the formula without a conversion to networks that predict v: ``convert: false``.
     """
 
     k: float = option(1.0, "offset of the SNR", gt=0)
     gamma: float = option(1.0, "exponent; 0 switches the weighting off", ge=0)
+    convert: bool = option(True, "convert to the network's prediction; false: the formula for whatever is predicted")
 
     def formula(self, snr: Values) -> Values:
         """Return (k + SNR)^-gamma, elementwise."""
         return (self.k + snr) ** -self.gamma
+
+    def converted(self, factor: Values, snr: Values) -> Values:
+        """Convert the factor if ``convert`` is set."""
+        return super().converted(factor, snr) if self.convert else factor
 
 
 @weighting("min_snr", "Min-SNR-gamma (Hang et al. 2023)")
@@ -88,7 +105,7 @@ class SoftMinSnr(Weighting):
 
 
 @weighting("debiased", "debiased estimation (Yu et al. 2023)")
-class Debiased(Weighting):
+class Debiased(CappedWeighting):
     r"""Debiased estimation (Yu et al. 2023).
 
     $$w_\epsilon = \frac{1}{\sqrt{\min(\mathrm{SNR}, 1000)}}, \qquad w_v = \frac{1}{\mathrm{SNR} + 1}$$
@@ -205,7 +222,7 @@ def level_measure(snr: Values, schedule: Array) -> Values:
 
 
 @weighting("snr", "a power of the SNR, with bounds")
-class Snr(Weighting):
+class Snr(CappedWeighting):
     r"""Power of the SNR within bounds, on the error of epsilon (Hang et al. 2023; Salimans and Ho 2022: x0).
 
     $$w_\epsilon = \mathrm{scale} \cdot \min(\max(\mathrm{SNR}, \mathrm{low}), \mathrm{high})^{\mathrm{power}}$$
@@ -300,15 +317,15 @@ class Bell(SigmaWeighting):
 
 
 @weighting("v_like_loss", "v_pred_like_loss (kohya)")
-class VLikeLoss(Weighting):
-    r"""Part of the error of epsilon added to the error of v (kohya's v_pred_like_loss); converted for others.
+class VLikeLoss(CappedWeighting):
+    r"""Part of the error of v added to the error of epsilon (kohya's v_pred_like_loss); converted for others.
 
-    $$w_v = 1 + c \, \frac{\mathrm{SNR} + 1}{\mathrm{SNR}}$$
+    $$w_\epsilon = 1 + c \, \frac{\mathrm{SNR} + 1}{\mathrm{SNR}}$$
+
+    kohya has it for networks that predict epsilon only.
     """
 
     c: float = option(0.1, "factor of the added error", ge=0)
-
-    stated_for = "v"
 
     def formula(self, snr: Values) -> Values:
         """Return 1 + c (SNR + 1)/SNR, elementwise."""
