@@ -126,8 +126,8 @@ def test_weights_of_frames_apply_in_a_validation():
     network.eval()
     t = timesteps(torch.zeros(4, 3, 2, 2), times=(3,))
     assert t.shape == (4, 3)
-    errors, weights = torch.rand(4, 3, 2, 2), torch.rand(4, 3)
-    expected = (errors.mean((2, 3)) * weights).mean()
+    errors, weights = torch.rand(4, 3), torch.rand(4, 3)
+    expected = (errors * weights).mean()
     torch.testing.assert_close(timesteps.loss(errors, weights=weights), expected)
 
 

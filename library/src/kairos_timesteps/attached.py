@@ -211,8 +211,29 @@ class Attached:
         if not self._reported:
             self._report(arguments)
         self._validation_sample_count = 0
-        self._draw, self._conditions = self.strategy.draw(x0, **arguments), conditions
+        if self._measures and conditions is not None:
+            self._check_conditions(conditions, len(x0))
+        self._draw, self._conditions = self.strategy.draw(x0, **arguments), conditions if self._measures else None
         return self.time.to_trainer(self._draw.t)
+
+    def _check_conditions(self, conditions: Mapping[str, Tensor], count: int) -> None:
+        """Raise ConfigError unless the conditions are tensors with a row per sample, of the shape of earlier ones.
+
+        Earlier ones are those of the step's micro-batches, with which they are joined.
+        """
+        rows = f"a tensor with {count} rows, one for each sample"
+        demand(isinstance(conditions, Mapping), "conditions", type(conditions).__name__, "a dictionary of tensors")
+        # without gradients, the next backward pass drops the earlier micro-batches
+        accumulates = bool(self._micro_batches) and not self._without_gradients()
+        _, earlier = self._micro_batches[-1] if accumulates else (None, None)
+        for name, values in conditions.items():
+            where = f"conditions.{name}"
+            demand(isinstance(values, Tensor), where, type(values).__name__, rows)
+            shape = tuple(values.shape)
+            demand(shape[:1] == (count,), where, f"shape {shape}", rows)
+            if earlier is not None and name in earlier:
+                allowed = f"rows of shape {tuple(earlier[name].shape[1:])}, as before in this step; pad them"
+                demand(shape[1:] == earlier[name].shape[1:], where, f"shape {shape}", allowed)
 
     def loss(self, errors: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return the mean of weighting x `weights` x error over the samples of the last draw: call ``backward`` on it.
@@ -223,7 +244,9 @@ class Attached:
         `weights` x error, which is comparable between strategies. Errors without a gradient change no statistics.
 
         Args:
-            errors: unweighted squared errors of the samples, (batch,) or shape of t; further dimensions are averaged.
+            errors: unweighted squared errors of the samples, (batch,) or shape of t. With one t per sample, further
+                dimensions are averaged; with several, errors of elements are rejected, since channels may precede
+                frames.
             weights: further factors of the samples, (batch,) or shape of t.
             mask: samples that learned samplers and weightings learn from, bool (batch,); None: all. A mask on the CPU
                 needs no synchronisation. All ranks pass one, or none does. The factor that ``edm2`` trains is updated
@@ -233,6 +256,7 @@ class Attached:
             ConfigError: ``timesteps(latents)`` was not called before, the last draw is of a validation and this loss
                 is not, or a shape does not match.
         """
+        demand(isinstance(errors, Tensor), "errors", type(errors).__name__, "a tensor, one unweighted error per sample")
         if self._evaluating:
             allowed = "in training mode, a training draw after the last draw of the validation"
             demand(not self._is_training(), "loss", "the draw of a validation", allowed)
@@ -392,8 +416,8 @@ class Attached:
                 )
             self._drop()
         self._backward_pass_id = current
-        if not any(earlier_draw is draw for earlier_draw, _ in self._micro_batches):
-            self._micro_batches.append((draw, conditions))
+        if not any(earlier_draw.is_same(draw) for earlier_draw, _ in self._micro_batches):
+            self._micro_batches.append((draw if self._measures else draw.without_images(), conditions))
 
     def _without_gradients(self) -> bool:
         """Return True if no gradient is accumulated; FSDP2 may accumulate where this cannot be seen."""
@@ -654,8 +678,16 @@ def _paths(state: Any) -> list[str]:
 
 
 def _per_sample(errors: Tensor, dimensions: int) -> Tensor:
-    """Average errors over all but the first `dimensions` dimensions."""
-    return errors if errors.ndim <= dimensions else errors.flatten(dimensions).mean(-1)
+    """Average errors over all but the first `dimensions` dimensions, those of t.
+
+    Raises:
+        ConfigError: t has several times per sample, and the errors have more dimensions.
+    """
+    if errors.ndim <= dimensions:
+        return errors
+    allowed = "one error per t: average those of elements before, such as errors.mean((1, 3, 4)) for frames in axis 2"
+    demand(dimensions == 1, "errors", f"shape {tuple(errors.shape)}", allowed)
+    return errors.flatten(1).mean(-1)
 
 
 def _first_sample_value(value: Any) -> Any:
@@ -673,6 +705,7 @@ def _multiply(terms: Tensor, weights: Tensor | None) -> Tensor:
     """
     if weights is None:
         return terms
+    demand(isinstance(weights, Tensor), "weights", type(weights).__name__, f"a tensor ({len(terms)},)")
     shape = tuple(terms.shape[: weights.ndim])
     demand(tuple(weights.shape) == shape, "weights", f"shape {tuple(weights.shape)}", str(shape))
     return terms * weights.view(*shape, *[1] * (terms.ndim - weights.ndim))

@@ -42,7 +42,7 @@ class Observation:
 
     Attributes:
         step: training step from 0.
-        x0: images, (batch, ...); None if those of micro-batches have different shapes.
+        x0: images, (batch, ...), for samplers that measure the network; None for others.
         fractions: draws for `x0`, float64 (batch,) or (batch, times).
         losses: losses of the draws times the weighting's weights, shape of `fractions`. They are without importance
             weights, and without factors that are trained or depend on a sample's own loss (``edm2``, ``robust``).

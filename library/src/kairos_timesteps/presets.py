@@ -130,7 +130,7 @@ class Preset:
         The result has the kind and type of `probability`, and is below 1 unless it is a sigma.
         """
         p = torch.as_tensor(probability, dtype=torch.float64)
-        times = self._quantile(p, RandomCoordinates(device=p.device, context=context))
+        times: Any = self._quantile(p, RandomCoordinates(device=p.device, context=context))
         if isinstance(probability, torch.Tensor):
             times = times.to(probability.dtype if probability.is_floating_point() else torch.float64)
         else:

@@ -11,6 +11,7 @@ All random numbers of step k are functions of (seed, k), and `state_dict` contai
 draws what an uninterrupted one would have drawn. Under torch.distributed each rank passes its slice of the batch.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -36,7 +37,10 @@ from kairos_timesteps.options import allowed_names_hint
 from kairos_timesteps.randomness import Device, Step, Stream
 from kairos_timesteps.registry import split
 
+LOG = logging.getLogger("kairos_timesteps")
 _BLOCK_STEPS = 16  # steps of a prefetch block: a small draw costs its calls, which the steps share
+_DEVICES_WITHOUT_FLOAT64 = ("mps",)
+_MANY_MICRO_BATCHES = 256  # of one step; more suggest that observe is never called
 _CONTEXT_NAMES = ("tokens", "frames", "group", "progress", "item", "items", "epoch")  # allowed with any sampler
 _CACHED_BLOCKS = 64  # prefetch blocks that are kept, one per slice of the batch
 
@@ -67,6 +71,14 @@ class Draw:
     def step(self) -> Any:
         """Training step from 0."""
         return self.coordinates.step
+
+    def is_same(self, other: "Draw") -> bool:
+        """Return True if both are one draw, with or without its images."""
+        return self.coordinates is other.coordinates
+
+    def without_images(self) -> "Draw":
+        """Return the draw with an empty `x0` of the same shape, for components that need no images."""
+        return replace(self, x0=self.x0.new_empty((0, *self.x0.shape[1:])))
 
     def rows(self, start: int, stop: int) -> "Draw":
         """Return samples `start` to `stop` - 1 as a separate draw, such as a micro-batch."""
@@ -183,11 +195,20 @@ class Strategy:
 
         Raises:
             ConfigError: required context is missing or not allowed, no sampler has context of that name, or
-                `shared_time` is True for a sampler with a density per image.
+                `shared_time` is True for a sampler with a density per image. Or `x0` is no tensor, its device has no
+                float64, or `times` is given and the sampler measures the network.
         """
-        for key in context:
+        demand(isinstance(x0, Tensor), "draw: x0", type(x0).__name__, "a tensor (batch, ...)")
+        allowed = "a device with float64: draw for x0.cpu(), and move t"
+        demand(x0.device.type not in _DEVICES_WITHOUT_FLOAT64, "draw: device of x0", x0.device, allowed)
+        allowed = f"(): sampler {self.name.partition('+')[0]} measures the network with one time per sample"
+        demand(not times or not isinstance(self.sampler, MeasuresNetwork), "draw: times", times, allowed)
+        for key, value in context.items():
             if key not in self._context_names:
                 raise ConfigError(f"draw: unknown context {key!r}{allowed_names_hint(key, self._context_names)}")
+            is_number = isinstance(value, (int, float, np.generic, np.ndarray, Tensor))
+            is_checked = key in _CONTEXT_NAMES and key != "group"
+            demand(is_number or not is_checked, f"draw: {key}", repr(value), "a number, or a tensor (batch,)")
         sampler_name = self.name.partition("+")[0]
         allowed = f"False: sampler {sampler_name} has one density per image"
         demand(not (shared_time and self.sampler.per_image), "draw(shared_time=)", "True", allowed)
@@ -302,13 +323,23 @@ class Strategy:
             ConfigError: `errors` or `mask` have another shape.
         """
         allowed = f"the shape of draw.t, {tuple(draw.t.shape)}: one unweighted error per sample"
+        demand(isinstance(errors, Tensor), "errors", type(errors).__name__, f"a tensor of {allowed}")
         demand(errors.shape == draw.t.shape, "errors", f"shape {tuple(errors.shape)}", allowed)
         if mask is not None:
+            demand(isinstance(mask, Tensor), "mask", type(mask).__name__, f"a tensor, bool, ({len(draw.t)},)")
             got = f"{mask.dtype}, shape {tuple(mask.shape)}"
             demand(mask.dtype == torch.bool and mask.shape == draw.t.shape[:1], "mask", got, f"bool, ({len(draw.t)},)")
         if self._learns and torch.is_grad_enabled():  # validation losses are not learned from
-            others = [micro_batch for micro_batch in self._micro_batches if micro_batch.draw is not draw]
-            self._micro_batches = [*others, _MicroBatch(draw, errors.detach(), mask)]
+            others = [micro_batch for micro_batch in self._micro_batches if not micro_batch.draw.is_same(draw)]
+            kept = draw if isinstance(self.sampler, MeasuresNetwork) else draw.without_images()
+            self._micro_batches = [*others, _MicroBatch(kept, errors.detach(), mask)]
+            if len(self._micro_batches) == _MANY_MICRO_BATCHES:
+                LOG.warning(
+                    "strategy %s: %d losses in step %d; it learns when `observe` ends the step",
+                    self.name,
+                    _MANY_MICRO_BATCHES,
+                    self.step,
+                )
         if self.weighting.is_factor:
             return draw.weights * errors  # the product of both weights is computed ahead, with the timesteps
         return self.weighting.apply(errors, draw.fixed_weights, draw.importance, draw.fractions)
@@ -349,7 +380,7 @@ class Strategy:
             draws = draw
             micro_batches_of_draws = []
             for micro_batch in self._micro_batches:
-                if any(micro_batch.draw is other_draw for other_draw in draws):
+                if any(micro_batch.draw.is_same(other_draw) for other_draw in draws):
                     micro_batches_of_draws.append(micro_batch)
             self._micro_batches = micro_batches_of_draws
             draw = draws[-1]
@@ -359,6 +390,7 @@ class Strategy:
             allowed = "the network, which the sampler measures: pass observe(..., network=)"
             demand(network is not None, f"strategy {self.name}: network", "none", allowed)
             for name, values in (conditions or {}).items():
+                demand(isinstance(values, Tensor), f"observe: conditions.{name}", type(values).__name__, "a tensor")
                 count, rows = len(observation.fractions), f"{len(values)} rows"
                 demand(len(values) == count, f"observe: conditions.{name}", rows, f"{count}, one for each image")
         if any(micro_batch.mask is not None for micro_batch in self._micro_batches):
@@ -368,7 +400,7 @@ class Strategy:
         elif self._measures_given_indices(observation.step):
             observation = _without_gaps(observation, self.group)
         if measures:
-            assert observation.x0 is not None  # `_observation` rejects several shapes
+            assert observation.x0 is not None
             meter = Meter(
                 self.process, network, observation.x0, observation.coordinates, conditions, self.weighting, optimizer,
                 autocast, self.group, pass_size=len(draw.x0),
@@ -391,13 +423,14 @@ class Strategy:
     def _observation(self, last: Draw) -> Observation:
         """Join the draws of the current step whose errors are known; without any, return the draw `last` alone.
 
-        Losses and errors are None if no errors are known. `x0` is None if the images have several shapes.
+        Losses and errors are None if no errors are known. `x0` is None unless the sampler measures the network.
 
         Raises:
             ConfigError: the images have several shapes, and the sampler measures the network.
         """
         micro_batches = self._micro_batches
         draws = [micro_batch.draw for micro_batch in micro_batches] or [last]
+        measures = isinstance(self.sampler, MeasuresNetwork)
 
         def join(values: list[Tensor]) -> Tensor:
             return values[0] if len(values) == 1 else torch.cat(values)
@@ -405,12 +438,12 @@ class Strategy:
         losses = [micro_batch.errors * micro_batch.draw.fixed_weights for micro_batch in micro_batches]
         errors = [micro_batch.errors for micro_batch in micro_batches]
         shapes = {tuple(draw.x0.shape[1:]) for draw in draws}
-        shapes_are_valid = len(shapes) == 1 or not isinstance(self.sampler, MeasuresNetwork)
+        shapes_are_valid = len(shapes) == 1 or not measures
         allowed = "one shape in a step: the sampler measures the network"
         demand(shapes_are_valid, "observe: x0", f"shapes {sorted(shapes)}", allowed)
         return Observation(
             step=last.step,
-            x0=join([draw.x0 for draw in draws]) if len(shapes) == 1 else None,
+            x0=join([draw.x0 for draw in draws]) if measures else None,
             fractions=join([draw.fractions for draw in draws]),
             losses=join(losses) if losses else None,
             meter=None,

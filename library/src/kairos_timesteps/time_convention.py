@@ -1,5 +1,6 @@
 """Conventions of time: what a trainer's t means, and whether its x_t agrees."""
 
+import logging
 import math
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from kairos_timesteps.diffusion.processes import Discrete, Edm, Flow, Process
 from kairos_timesteps.errors import demand, rejection
 
+LOG = logging.getLogger("kairos_timesteps")
 _USERS = {
     "noise_is_one": "kohya, musubi, NeMo, REPA",
     "data_is_one": "SiT, LightningDiT, flow_matching",
@@ -110,20 +112,39 @@ class TimeConvention:
             inside, "check: t", f"{t.min().item():.4g} to {t.max().item():.4g}", f"0 to {last}, as timesteps() returns"
         )
         columns = [tensor.detach().flatten(1).double().cpu() for tensor in (x0, noise, x_t)]
+        for name, values in zip(("x0", "noise", "x_t"), columns):
+            demand(values.isfinite().all(), f"check: {name}", "NaN or infinity", "finite values")
         basis, values, t = torch.stack(columns[:2], 2), columns[2][:, :, None], t.cpu()  # (batch, size, 2 or 1)
+        # x0 and noise of a sample must differ in direction: a latent of zeros, or a single value, has no ratio
+        largest, smallest = torch.linalg.matrix_norm(basis, 2), _smallest_singular_values(basis)
+        rows = (smallest > 1e-6 * largest).nonzero()[:, 0]
+        if not len(rows):
+            LOG.warning("check: no ratio of x0 and noise can be measured, as every sample has zeros or a single value")
+            return
+        basis, values, t, smallest = basis[rows], values[rows], t[rows], smallest[rows]
         fitted = torch.linalg.lstsq(basis, values).solution
-        worst = float(((basis @ fitted - values).norm(dim=(1, 2)) / values.norm(dim=(1, 2))).max())
+        lengths = values.norm(dim=(1, 2))
+        rounding = max(torch.finfo(tensor.dtype).eps for tensor in (x0, noise, x_t))
+        worst = float(((basis @ fitted - values).norm(dim=(1, 2)) / lengths.clamp(1e-300)).max())
         demand(worst < 0.1, "check: x_t", f"{worst:.0%} of it unexplained", "a x0 + s noise, of the same batch")
         angles = torch.atan2(fitted[:, 1, 0], fitted[:, 0, 0])
-        off = (angles - self.angles(t)).abs()
-        if float(off.max()) <= tolerance:
+        # an error of x_t by rounding changes the angle more if x0 and noise are nearly parallel
+        allowed_differences = tolerance + 2 * rounding * lengths / (smallest * fitted.norm(dim=(1, 2)).clamp(1e-300))
+        off = (angles - self.angles(t)).abs() - allowed_differences
+        if float(off.max()) <= 0:
             return
         row, fits = int(off.argmax()), ""
         for name in self.allowed(self.process):
             same_kind = t.is_floating_point() == (name != "index")
-            if same_kind and float((angles - TimeConvention(self.process, name).angles(t)).abs().max()) <= tolerance:
-                fits = f"; time={name!r} fits"
-        level = -2 * float(angles[row].tan().log())
+            if same_kind:
+                differences = (angles - TimeConvention(self.process, name).angles(t)).abs()
+                fits = f"; time={name!r} fits" if bool((differences <= allowed_differences).all()) else fits
+        level = -2 * float(angles[row].tan().abs().log())
         expected = -2 * float(self.angles(t)[row].tan().log())
         got = f"ln SNR {level:.3g} at t = {t[row].item():.4g}"
         raise rejection("check: x_t", got, f"ln SNR {expected:.3g}, with time={self.name!r}{fits}")
+
+
+def _smallest_singular_values(basis: Tensor) -> Tensor:
+    """Return the smaller of two singular values of each matrix (batch, size, 2); 0 if it has a single row."""
+    return basis.new_zeros(len(basis)) if basis.shape[1] < 2 else torch.linalg.matrix_norm(basis, -2)

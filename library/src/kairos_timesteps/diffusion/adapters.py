@@ -70,13 +70,13 @@ def _convert(process: Any, timesteps: int, prediction: str | None) -> Process:
     if config is not None and type(process).__name__.startswith("FlowMatch"):
         dynamic = getattr(config, "use_dynamic_shifting", False)  # depends on the image when sampling; trained without
         return Flow(time_scale=float(config.num_train_timesteps), shift=1.0 if dynamic else float(config.shift))
-    if getattr(config, "use_flow_sigmas", False):
+    if config is not None and getattr(config, "use_flow_sigmas", False):
         _demand_prediction_type(prediction_type, ("flow_prediction",))
         shift = getattr(config, "flow_shift", None)
         return Flow(time_scale=float(config.num_train_timesteps), shift=1.0 if shift is None else float(shift))
     if hasattr(process, "alphas_cumprod"):
         _demand_prediction_type(prediction_type, (None, *_PREDICTIONS))
-        return Discrete(_of_scheduler(process), _PREDICTIONS.get(prediction_type, open_prediction))
+        return Discrete(_of_scheduler(process), _PREDICTIONS.get(str(prediction_type), open_prediction))
     try:
         alphas_cumprod = _numbers(process)
     except (TypeError, ValueError, RuntimeError):

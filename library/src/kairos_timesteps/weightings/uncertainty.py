@@ -1,6 +1,7 @@
 """Learned uncertainty of EDM2: a weighting that is trained together with the network."""
 
 import copy
+import logging
 import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from kairos_timesteps.registry import WEIGHTINGS, weighting
 if TYPE_CHECKING:
     from kairos_timesteps.diffusion.processes import Process
 
+LOG = logging.getLogger("kairos_timesteps")
+_STEPS_OF_WARNING = 10
 _BASES = ("none", "vlb", "p2", "min_snr", "soft_min_snr", "debiased", "edm", "change_aware")
 
 
@@ -51,6 +54,7 @@ class Uncertainty(Learned, Weighting):
         self._features = torch.cos(level * frequency + phase) * math.sqrt(2 / self.channels)  # (T, channels)
         self.linear = torch.nn.Parameter(torch.zeros(self.channels))
         self.optimizer = Adam([self.linear], lr=self.lr)
+        self._steps_without_gradient = 0
 
     def _move(self, device: "torch.device | str") -> None:
         """Move everything to the device of the losses."""
@@ -96,10 +100,19 @@ class Uncertainty(Learned, Weighting):
     def step(self, observation: Observation) -> None:
         """Take an optimizer step on u with the gradient of the backward pass, averaged over ranks, and clear it.
 
-        Without a gradient nothing changes.
+        Without a gradient nothing changes. After ten successive steps with losses and without a gradient, a warning
+        says that u is not trained.
         """
         if self.linear.grad is None:
+            self._steps_without_gradient += observation.losses is not None
+            if self._steps_without_gradient == _STEPS_OF_WARNING:
+                LOG.warning(
+                    "edm2: no gradient in %d steps, so it is not trained: call loss.backward(), not "
+                    "torch.autograd.grad of the network's parameters alone",
+                    _STEPS_OF_WARNING,
+                )
             return
+        self._steps_without_gradient = 0
         distributed.sum_tensors([self.linear.grad], self.group)
         self.linear.grad /= distributed.ranks(self.group)
         self.optimizer.step()
