@@ -85,7 +85,7 @@ def test_errors_of_elements_with_a_time_for_each_frame_are_rejected(frames):
 
 def test_a_time_for_each_frame_is_rejected_by_samplers_that_measure():
     timesteps, _, _ = attach("auto")
-    with pytest.raises(ConfigError, match=r"draw: times: got \(3,\), allowed: \(\): sampler auto measures"):
+    with pytest.raises(ConfigError, match=r"strategy auto: times: got \(3,\), allowed: \(\): the sampler measures"):
         timesteps(X0, times=(3,))
 
 

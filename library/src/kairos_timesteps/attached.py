@@ -39,7 +39,7 @@ from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.coordinates import RandomCoordinates, points
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, demand, rejection
-from kairos_timesteps.strategy import Draw, Strategy
+from kairos_timesteps.strategy import Draw, Strategy, demand_one_time
 from kairos_timesteps.time_convention import TimeConvention
 
 LOG = logging.getLogger("kairos_timesteps")
@@ -211,8 +211,9 @@ class Attached:
         if not self._reported:
             self._report(arguments)
         self._validation_sample_count = 0
-        if self._measures and conditions is not None:
-            self._check_conditions(conditions, len(x0))
+        if self._measures:
+            demand_one_time(self.strategy, arguments.get("times", ()))
+            self._check_conditions(conditions or {}, len(x0))
         self._draw, self._conditions = self.strategy.draw(x0, **arguments), conditions if self._measures else None
         return self.time.to_trainer(self._draw.t)
 

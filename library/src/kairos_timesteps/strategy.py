@@ -195,18 +195,16 @@ class Strategy:
 
         Raises:
             ConfigError: required context is missing or not allowed, no sampler has context of that name, or
-                `shared_time` is True for a sampler with a density per image. Or `x0` is no tensor, its device has no
-                float64, or `times` is given and the sampler measures the network.
+                `shared_time` is True for a sampler with a density per image. Or `x0` is no tensor, or its device has no
+                float64.
         """
         demand(isinstance(x0, Tensor), "draw: x0", type(x0).__name__, "a tensor (batch, ...)")
         allowed = "a device with float64: draw for x0.cpu(), and move t"
         demand(x0.device.type not in _DEVICES_WITHOUT_FLOAT64, "draw: device of x0", x0.device, allowed)
-        allowed = f"(): sampler {self.name.partition('+')[0]} measures the network with one time per sample"
-        demand(not times or not isinstance(self.sampler, MeasuresNetwork), "draw: times", times, allowed)
         for key, value in context.items():
             if key not in self._context_names:
                 raise ConfigError(f"draw: unknown context {key!r}{allowed_names_hint(key, self._context_names)}")
-            is_number = isinstance(value, (int, float, np.generic, np.ndarray, Tensor))
+            is_number = isinstance(value, (int, float, list, tuple, np.generic, np.ndarray, Tensor))
             is_checked = key in _CONTEXT_NAMES and key != "group"
             demand(is_number or not is_checked, f"draw: {key}", repr(value), "a number, or a tensor (batch,)")
         sampler_name = self.name.partition("+")[0]
@@ -387,6 +385,7 @@ class Strategy:
         observation = self._observation(draw)
         measures = isinstance(self.sampler, MeasuresNetwork)
         if measures:
+            demand_one_time(self, observation.fractions.shape[1:])
             allowed = "the network, which the sampler measures: pass observe(..., network=)"
             demand(network is not None, f"strategy {self.name}: network", "none", allowed)
             for name, values in (conditions or {}).items():
@@ -529,6 +528,12 @@ class Strategy:
         self.weighting.zero_grad()
         self.sampler.load_state_dict(state["sampler"], device)
         self.weighting.load_state_dict(state["weighting"], device)
+
+
+def demand_one_time(strategy: Strategy, times: tuple[int, ...]) -> None:
+    """Raise ConfigError if samples have several times; for strategies that measure the network at one per sample."""
+    allowed = "(): the sampler measures the network at one time per sample"
+    demand(not times, f"strategy {strategy.name}: times", tuple(times), allowed)
 
 
 def _select_rows(observation: Observation, rows: Tensor, group: distributed.Group) -> Observation:
