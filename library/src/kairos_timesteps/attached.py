@@ -147,6 +147,7 @@ class Attached:
         scheduler: Any = None,
     ):
         self.strategy, self.optimizer, self.network, self.time = strategy, optimizer, network, time
+        strategy.is_attached = True
         self._scheduler, self._prediction_type = scheduler, _prediction_type(scheduler)
         self._measures = isinstance(strategy.sampler, MeasuresNetwork)
         self._learns = any(isinstance(component, Learned) for component in (strategy.sampler, strategy.weighting))

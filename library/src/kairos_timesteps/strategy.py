@@ -148,6 +148,7 @@ class Strategy:
         self._context_names = {*_CONTEXT_NAMES, *self.sampler.context_names}
         self._learns = isinstance(self.sampler, Learned) or isinstance(self.weighting, Learned)
         self._micro_batches: list[_MicroBatch] = []  # of the current step, those with losses
+        self.is_attached = False  # True if hooks call `observe`, which drops the losses of skipped steps then
         self._indices_given = False  # True if a training draw of the current step had `index`
         self._blocks: dict[Any, tuple[int, list[Tensor]]] = {}  # prefetch block of each slice of the batch
         if not self.sampler.requires_context:
@@ -331,7 +332,7 @@ class Strategy:
             others = [micro_batch for micro_batch in self._micro_batches if not micro_batch.draw.is_same(draw)]
             kept = draw if isinstance(self.sampler, MeasuresNetwork) else draw.without_images()
             self._micro_batches = [*others, _MicroBatch(kept, errors.detach(), mask)]
-            if len(self._micro_batches) == _MANY_MICRO_BATCHES:
+            if len(self._micro_batches) == _MANY_MICRO_BATCHES and not self.is_attached:
                 LOG.warning(
                     "strategy %s: %d losses in step %d; it learns when `observe` ends the step",
                     self.name,
