@@ -43,6 +43,7 @@ X0 = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(0))
         ({"text": torch.zeros(3, 5)}, r"conditions\.text: got shape \(3, 5\), allowed: a tensor with 4 rows"),
         ({"guidance": torch.tensor(3.5)}, r"conditions\.guidance: got shape \(\), allowed"),
         ([torch.zeros(4, 3)], "conditions: got list, allowed: a dictionary"),
+        (torch.zeros(4, 3), "conditions: got Tensor, allowed: a dictionary"),
     ],
 )
 def test_conditions_are_checked_when_they_are_passed(conditions, message):

@@ -214,7 +214,7 @@ class Attached:
         self._validation_sample_count = 0
         if self._measures:
             demand_one_time(self.strategy, arguments.get("times", ()))
-            self._check_conditions(conditions or {}, len(x0))
+            self._check_conditions({} if conditions is None else conditions, len(x0))
         self._draw, self._conditions = self.strategy.draw(x0, **arguments), conditions if self._measures else None
         return self.time.to_trainer(self._draw.t)
 

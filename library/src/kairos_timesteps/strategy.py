@@ -28,7 +28,7 @@ from kairos_timesteps.components import COUPLINGS
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.couplings import Coupling
 from kairos_timesteps.diffusion.adapters import as_process
-from kairos_timesteps.errors import ConfigError, demand
+from kairos_timesteps.errors import ConfigError, demand, rejection
 from kairos_timesteps.lookup import build_pair, parse_name, table
 from kairos_timesteps.meter import Meter
 from kairos_timesteps.monitoring import preview
@@ -205,9 +205,8 @@ class Strategy:
         for key, value in context.items():
             if key not in self._context_names:
                 raise ConfigError(f"draw: unknown context {key!r}{allowed_names_hint(key, self._context_names)}")
-            is_number = isinstance(value, (int, float, list, tuple, np.generic, np.ndarray, Tensor))
-            is_checked = key in _CONTEXT_NAMES and key != "group"
-            demand(is_number or not is_checked, f"draw: {key}", repr(value), "a number, or a tensor (batch,)")
+            if isinstance(value, str) and key != "group" and key in _CONTEXT_NAMES:
+                raise rejection(f"draw: {key}", repr(value), "a number, or a tensor (batch,)")
         sampler_name = self.name.partition("+")[0]
         allowed = f"False: sampler {sampler_name} has one density per image"
         demand(not (shared_time and self.sampler.per_image), "draw(shared_time=)", "True", allowed)
@@ -389,7 +388,7 @@ class Strategy:
             demand_one_time(self, observation.fractions.shape[1:])
             allowed = "the network, which the sampler measures: pass observe(..., network=)"
             demand(network is not None, f"strategy {self.name}: network", "none", allowed)
-            for name, values in (conditions or {}).items():
+            for name, values in ({} if conditions is None else conditions).items():
                 demand(isinstance(values, Tensor), f"observe: conditions.{name}", type(values).__name__, "a tensor")
                 count, rows = len(observation.fractions), f"{len(values)} rows"
                 demand(len(values) == count, f"observe: conditions.{name}", rows, f"{count}, one for each image")

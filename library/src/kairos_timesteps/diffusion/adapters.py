@@ -35,7 +35,7 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str | None = Non
     """
     allowed = (*PREDICTIONS, "flow")
     demand(prediction in (None, *allowed), "prediction", repr(prediction), ", ".join(allowed))
-    converted = _convert(process, timesteps, prediction)
+    converted = _convert(process, timesteps, None if prediction == "flow" else prediction)
     demand(
         prediction in (None, converted.prediction),
         "prediction",
