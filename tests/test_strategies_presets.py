@@ -39,7 +39,7 @@ EQUAL = [
     (["kohya:sigmoid"], ["log_normal"], ["flow"]),
     (["diffusers:logit_normal", "--set", "mean=0.5"], ["log_normal", "--set", "m=-0.5"], ["flow"]),
     (["diffsynth:bell"], ["bell"], ["flow"]),
-    (["ai_toolkit:style"], ["beta", "--set", "a=0.333333333333333333", "--set", "b=1"], ["flow"]),
+    (["ai_toolkit:style"], ["warp", "--set", "density={name: beta, a: 0.333333333333333333, b: 1}"], ["flow"]),
     (["edm:log_normal"], ["edm_log_normal+edm"], ["edm"]),
     (["kohya:min_snr"], ["min_snr"], ["discrete", "--schedule", "scaled_linear"]),
 ]
