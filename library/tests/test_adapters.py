@@ -173,6 +173,14 @@ def test_a_schedulers_alpha_bar_counts_where_its_betas_do_not_give_it(diffusers,
         np.testing.assert_allclose(alphas_cumprod[:-1], scheduler.alphas_cumprod[:-1].double(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("first", [1e-8, 1e-6, 1e-4])
+def test_exact_betas_count_where_alpha_bar_is_only_rounded(diffusers, kind, first):
+    scheduler = diffusers.DDPMScheduler(beta_start=first)
+    scheduler.alphas_cumprod = scheduler.alphas_cumprod.to(kind)
+    np.testing.assert_array_equal(as_process(scheduler).schedule.betas, scheduler.betas.double())
+
+
 def test_alpha_bar_of_any_memory_layout_is_read_and_rounded_values_are_named():
     alphas_cumprod = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
     flipped = np.ascontiguousarray(alphas_cumprod[::-1])[::-1]

@@ -110,7 +110,7 @@ def test_lists_and_texts_instead_of_tensors_are_named(call, message):
 
 def test_a_device_without_float64_is_named(monkeypatch):
     monkeypatch.setattr("kairos_timesteps.strategy._DEVICES_WITHOUT_FLOAT64", ("cpu",))
-    with pytest.raises(ConfigError, match=r"draw: device of x0: got cpu, allowed: .* draw for x0\.cpu\(\)"):
+    with pytest.raises(ConfigError, match="draw: device of x0: got cpu, allowed: a device with float64"):
         kairos_timesteps.Strategy("uniform").draw(X0)
 
 

@@ -69,6 +69,9 @@ def test_quantiles_and_probabilities_have_the_type_of_their_argument(name, kind)
     assert quantiles.dtype == probabilities.dtype == kind and (quantiles < 1).all() and (exact < 1).all()
     torch.testing.assert_close(quantiles.double(), exact, rtol=torch.finfo(kind).eps, atol=torch.finfo(kind).tiny)
     assert density.quantile(np.float32([0.5]), **context).dtype == np.float32
+    expected = density.quantile(np.array([0.0, 1.0]), **context)
+    for numbers in ([0, 1], np.array([0, 1]), torch.tensor([0, 1])):
+        np.testing.assert_allclose(np.asarray(density.quantile(numbers, **context)), expected, rtol=1e-12)
 
 
 @pytest.mark.long

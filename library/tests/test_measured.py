@@ -229,6 +229,7 @@ class _Averaged(nn.Module):
         return super().train(mode)
 
     def forward(self, x, t):
+        assert self.network.weight.any()  # never the averages
         return self.network(x)
 
 

@@ -186,7 +186,7 @@ class Sampler(Stateful):
         demand(defined, kind.__name__, "neither cdf nor quantile", "a class that defines cdf, quantile or both")
 
     def __init_subclass__(cls) -> None:
-        """Give overridden methods the types of their arguments."""
+        """Wrap `cdf` and `quantile` of a subclass, so that they get float64 and return the type of their argument."""
         super().__init_subclass__()
         for name, convert in (("cdf", in_type_of_argument), ("quantile", below_one)):
             if name in vars(cls):

@@ -90,37 +90,39 @@ def on_device(values: Tensor, device: "torch.device") -> Tensor:
 
 
 def in_type_of_argument(method: Method) -> Method:
-    """Let an elementwise method of ``(values, **context)`` compute in float64; the result has the type of `values`."""
+    """Let an elementwise method of ``(values, **context)`` compute in float64; the result has the type of `values`.
+
+    For integers and lists the result is float64.
+    """
 
     @functools.wraps(method)
     def converting(self: Any, values: Any, **context: Any) -> Any:
-        if is_numpy(values):
-            kind = np.asarray(values).dtype
-            if kind == np.float64 or kind.kind != "f":
-                return method(self, values, **context)
-            return np.asarray(method(self, np.asarray(values, np.float64), **context)).astype(kind)
-        if values.dtype == torch.float64 or not values.is_floating_point():
+        if is_numpy(values) or isinstance(values, (list, tuple)):
+            numbers = np.asarray(values)
+            result = np.asarray(method(self, numbers.astype(np.float64, copy=False), **context))
+            return result.astype(numbers.dtype, copy=False)[()] if numbers.dtype.kind == "f" else result[()]
+        if values.dtype == torch.float64:
             return method(self, values, **context)
-        return method(self, values.double(), **context).to(values.dtype)
+        result = method(self, values.double(), **context)
+        return result.to(values.dtype) if values.is_floating_point() else result
 
     return converting  # type: ignore[return-value]  # the signature of `method`
 
 
 def below_one(method: Method) -> Method:
-    """Let `in_type_of_argument` also bound the result by the largest number of its type that is below 1."""
+    """Do the same as `in_type_of_argument`, and bound the result by the largest number of its type below 1."""
     converting = in_type_of_argument(method)
 
     @functools.wraps(method)
     def bounded(self: Any, values: Any, **context: Any) -> Any:
-        return largest_below_one(converting(self, values, **context))
+        return bound_below_one(converting(self, values, **context))
 
     return bounded  # type: ignore[return-value]
 
 
-def largest_below_one(values: Any) -> Any:
+def bound_below_one(values: Any) -> Any:
     """Return the values, each bounded by the largest number of their type that is below 1."""
     if is_numpy(values):
-        values = np.asarray(values)
         return np.minimum(values, values.dtype.type(1 - np.finfo(values.dtype).eps / 2))
     return values.clamp(max=1 - torch.finfo(values.dtype).eps / 2)
 

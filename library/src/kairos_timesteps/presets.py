@@ -15,7 +15,7 @@ from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor, torch
-from kairos_timesteps.numeric import Array, bisect, largest_below_one, sigmoid
+from kairos_timesteps.numeric import Array, bisect, bound_below_one, sigmoid
 from kairos_timesteps.options import Component, allowed_names_hint, dump, option, parse
 from kairos_timesteps.preset_table import BOUNDS, CONVENTIONS, TABLE
 from kairos_timesteps.randomness import Device
@@ -136,7 +136,7 @@ class Preset:
         else:
             kind = np.asarray(probability).dtype
             times = times.numpy().astype(kind if kind.kind == "f" else np.float64)
-        return times if self._unit == "sigma" else largest_below_one(times)
+        return times if self._unit == "sigma" else bound_below_one(times)
 
     def cdf(self, t: Any, **context: Any) -> Array:
         """Return the probability of a draw below each time, float64, by bisection of `quantile`.

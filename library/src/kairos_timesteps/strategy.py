@@ -148,7 +148,7 @@ class Strategy:
         self._context_names = {*_CONTEXT_NAMES, *self.sampler.context_names}
         self._learns = isinstance(self.sampler, Learned) or isinstance(self.weighting, Learned)
         self._micro_batches: list[_MicroBatch] = []  # of the current step, those with losses
-        self.is_attached = False  # True if hooks call `observe`, which drops the losses of skipped steps then
+        self.is_attached = False  # True if hooks of `attach` call `observe`
         self._indices_given = False  # True if a training draw of the current step had `index`
         self._blocks: dict[Any, tuple[int, list[Tensor]]] = {}  # prefetch block of each slice of the batch
         if not self.sampler.requires_context:
@@ -200,7 +200,7 @@ class Strategy:
                 float64.
         """
         demand(isinstance(x0, Tensor), "draw: x0", type(x0).__name__, "a tensor (batch, ...)")
-        allowed = "a device with float64: draw for x0.cpu(), and move t"
+        allowed = "a device with float64, such as cpu or cuda"
         demand(x0.device.type not in _DEVICES_WITHOUT_FLOAT64, "draw: device of x0", x0.device, allowed)
         for key, value in context.items():
             if key not in self._context_names:

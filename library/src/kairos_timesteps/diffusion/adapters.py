@@ -13,7 +13,6 @@ from kairos_timesteps.numeric import Array
 from kairos_timesteps.registry import PROCESSES
 
 _PREDICTIONS = {prediction_type: prediction for prediction, prediction_type in DIFFUSERS.items()}
-_SAME_LEVEL = 0.01  # difference of ln SNR that rounding of alpha-bar to float32 does not reach
 
 
 def as_process(process: Any, timesteps: int = 1000, prediction: str | None = None) -> Process:
@@ -114,9 +113,10 @@ def _of_scheduler(scheduler: Any) -> NoiseSchedule:
     elif hasattr(scheduler, "betas"):
         betas = _numbers(scheduler.betas)
         if betas[-1] < 1:
-            schedule = NoiseSchedule(betas)
-            level_differences = np.log(schedule.snr) - np.log(alphas_cumprod / (1 - alphas_cumprod))
-            if np.abs(level_differences).max() < _SAME_LEVEL:
+            schedule, kind = NoiseSchedule(betas), getattr(scheduler.alphas_cumprod, "dtype", None)
+            epsilon = torch.finfo(kind).eps if isinstance(kind, torch.dtype) and kind.is_floating_point else 1e-6
+            # a cumulative product of T factors, rounded to its type each time
+            if np.abs(schedule.alphas_cumprod - alphas_cumprod).max() <= len(betas) * epsilon:
                 return _name_if_linear(schedule)
     return _name_if_linear(NoiseSchedule.of_alphas_cumprod(alphas_cumprod))
 
