@@ -423,6 +423,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.power or arguments.goal) and (arguments.page or arguments.figure):
         parser.error("--page and --figure show the table, not --power or --goal")
+    if arguments.baseline != "uniform" and (arguments.power or arguments.goal or arguments.profile or arguments.rates):
+        parser.error("--baseline applies to the table, --page and --figure")
     if arguments.profile and (
         arguments.power or arguments.goal or arguments.page or arguments.figure or arguments.rates
     ):

@@ -147,17 +147,17 @@ def _cell(row: Any) -> str:
 
 
 def draw(judged: pd.DataFrame, path: Path, metrics: Sequence[str], level: float) -> None:
-    """Write a figure of ratios to uniform, with intervals, to the file `path`: a panel per metric and setting.
+    """Write a figure of ratios to the baseline, with intervals, to the file `path`: a panel per metric and setting.
 
-    Methods are ordered by their ratio in the first metric, the lowest at the top; uniform is left out. Dots are full if
-    the corrected p is below `level`. `judged` is the result of ``judge.table``.
+    Methods are ordered by their ratio in the first metric, the lowest at the top; the baseline is left out. Dots are
+    full if the corrected p is below `level`. `judged` is the result of ``judge.table``.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     settings = sorted(judged["setting"].unique())
-    first_ratios = mean_ratios(judged[judged["metric"] == metrics[0]])
-    methods = [name for name in first_ratios.index[::-1] if name != "uniform"]  # from the bottom to the top
+    first_ratios, baseline = mean_ratios(judged[judged["metric"] == metrics[0]]), judged["baseline"].iloc[0]
+    methods = [name for name in first_ratios.index[::-1] if name != baseline]  # from the bottom to the top
     figure = Figure(figsize=(3.2 * len(settings), 0.6 + 2 * (0.7 + 0.22 * len(methods))), layout="constrained", dpi=150)
     panels = figure.subplots(len(metrics), len(settings), sharey=True, squeeze=False)
     for metric, panels_of_metric in zip(metrics, panels):
@@ -179,5 +179,5 @@ def draw(judged: pd.DataFrame, path: Path, metrics: Sequence[str], level: float)
             axes.xaxis.set_major_formatter("{x:.4g}")
             axes.xaxis.set_minor_locator(NullLocator())
             axes.tick_params(labelsize=7)
-    figure.supxlabel(f"ratio to uniform at equal time, 95 % interval; full: corrected p < {level}", fontsize=8)
+    figure.supxlabel(f"ratio to {baseline} at equal time, 95 % interval; full: corrected p < {level}", fontsize=8)
     figure.savefig(path)

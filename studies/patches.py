@@ -2,9 +2,10 @@
 
     python studies/patches.py COCO
 
-It reads COCO/train2017/*.jpg and COCO/val2017/*.jpg, and writes data/coco_patches.parquet.
+It reads the 51 photographs of coco_patches.txt from the folder COCO, in COCO's layout, and writes
+data/coco_patches.parquet.
 
-A patch is a square of 64 pixels, scaled to 8x8; neighbours overlap by half. The label of a patch is the number of its
+A patch is a square of 32 pixels, scaled to 8x8; patches do not overlap. The label of a patch is the number of its
 photograph, so that the classifier of the setting learns to tell photographs apart.
 """
 
@@ -15,7 +16,8 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-SIDE, STRIDE, RESOLUTION = 64, 32, 8  # pixels
+SIDE, RESOLUTION = 32, 8  # pixels
+PHOTOGRAPHS = Path(__file__).with_name("coco_patches.txt")
 OUT = Path("data/coco_patches.parquet")
 
 
@@ -23,8 +25,8 @@ def cut_patches(photograph: Image.Image) -> list[bytes]:
     """Return the patches of a photograph as PNG files of 8x8 pixels, row by row."""
     patches = []
     width, height = photograph.size
-    for top in range(0, height - SIDE + 1, STRIDE):
-        for left in range(0, width - SIDE + 1, STRIDE):
+    for top in range(0, height - SIDE + 1, SIDE):
+        for left in range(0, width - SIDE + 1, SIDE):
             patch = photograph.crop((left, top, left + SIDE, top + SIDE))
             file = io.BytesIO()
             patch.resize((RESOLUTION, RESOLUTION), Image.Resampling.LANCZOS).save(file, "png")
@@ -35,12 +37,12 @@ def cut_patches(photograph: Image.Image) -> list[bytes]:
 def main() -> None:
     """Write the patches of all photographs of a folder in COCO's layout."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("coco", type=Path, help="folder with train2017 and val2017")
+    parser.add_argument("coco", type=Path, help="folder of COCO 2017, with train2017 and val2017")
     parser.add_argument("--out", type=Path, default=OUT, help=f"the parquet file ({OUT})")
     arguments = parser.parse_args()
-    paths = sorted(arguments.coco.glob("*2017/*.jpg"))
-    if not paths:
-        parser.error(f"{arguments.coco}: no train2017/*.jpg or val2017/*.jpg")
+    paths = [arguments.coco / name for name in PHOTOGRAPHS.read_text(encoding="utf-8").split()]
+    if missing := [path for path in paths if not path.exists()]:
+        parser.error(f"{len(missing)} of {len(paths)} photographs are missing, such as {missing[0]}")
     rows = []
     for label, path in enumerate(paths):
         with Image.open(path) as photograph:

@@ -1,7 +1,7 @@
 """Compare strategies after equal tuning, as AlgoPerf does: trials, selection, and a final round with fresh seeds.
 
-    python studies/tuned.py rates --settings digits      # trials 1 to 3: learning rates
-    python studies/tuned.py options --settings digits    # trials 4 and 5: an option of the strategy, at the best rate
+    python studies/tuned.py rates --settings digits      # learning rates
+    python studies/tuned.py options --settings digits    # two values of an option of the strategy, at the best rate
     python studies/tuned.py selection                    # the selected trial of each strategy
     python studies/tuned.py final --settings digits      # the selected trials, and untuned ones
     python studies/tuned.py power                        # three strategies, for `show-power`: which measures count
@@ -144,17 +144,16 @@ def run_round(round_name: str, setting: str, cores: str) -> int:
 
     Returns Snakemake's exit status.
     """
-    trials = list_trials(round_name, setting)
+    trials, seeds = list_trials(round_name, setting), seeds_of(round_name, setting)
     for factor in sorted({trial.factor for trial in trials}):
-        factor_trials = [trial for trial in trials if trial.factor == factor]
-        seeds = [
-            seed
-            for seed in seeds_of(round_name, setting)
-            if not is_finished(read_table(round_name), setting, factor_trials, seed)
-        ]
         for start in range(0, len(seeds), SEEDS_PER_EXPERIMENT):
-            block = seeds[start : start + SEEDS_PER_EXPERIMENT]
-            if status := run_block(round_name, setting, factor_trials, block, cores):
+            table, missing = read_table(round_name), {}  # seeds that the table lacks, by trial
+            for trial in trials:
+                for seed in seeds[start : start + SEEDS_PER_EXPERIMENT]:
+                    if trial.factor == factor and not is_finished(table, setting, [trial], seed):
+                        missing.setdefault(trial, []).append(seed)
+            missing_seeds = sorted({seed for seeds_of_trial in missing.values() for seed in seeds_of_trial})
+            if missing and (status := run_block(round_name, setting, [*missing], missing_seeds, cores)):
                 return status
     return 0
 
@@ -199,7 +198,7 @@ def is_finished(table: pd.DataFrame, setting: str, trials: list[Trial], seed: in
 def save_rows(round_name: str, setting: str, trials: list[Trial], rows: pd.DataFrame) -> None:
     """Append rows of an experiment to the table of a round; rows of equal runs are replaced.
 
-    In the final round a method has one trial, so rows of the trial that an earlier tuning selected are replaced, too.
+    In the final round a method has one trial, so all rows of a trial that an earlier tuning selected are dropped.
     """
     by_name = {trial.name: trial for trial in trials}
     rows = rows.assign(
@@ -208,8 +207,13 @@ def save_rows(round_name: str, setting: str, trials: list[Trial], rows: pd.DataF
         factor=rows["method"].map(lambda name: by_name[name].factor),
         value=rows["method"].map(lambda name: by_name[name].value),
     )
-    run = ["setting", "method", "seed", "step"] + ([] if round_name == "final" else ["factor", "value"])
-    write_table(HERE / "results" / f"tuned_{round_name}.csv", [read_table(round_name), rows], run)
+    earlier = read_table(round_name)
+    for trial in trials if round_name == "final" else ():
+        is_method = (earlier["setting"] == setting) & (earlier["method"] == trial.name)
+        has_value = earlier["value"].isna() if trial.value is None else earlier["value"] == trial.value
+        earlier = earlier[~is_method | ((earlier["factor"] == trial.factor) & has_value)]
+    run = ["setting", "method", "seed", "step", "factor", "value"]
+    write_table(HERE / "results" / f"tuned_{round_name}.csv", [earlier, rows], run)
 
 
 def describe_selection(settings: list[str]) -> pd.DataFrame:

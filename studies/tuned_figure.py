@@ -28,6 +28,8 @@ COLUMNS = {  # setting: metric and title of its column
 NAMES = {  # method in the results: name in the figure; for options and weightings see studies/tuning.yaml
     "log_normal": "log_normal",
     "info_noise": "info_noise",
+    "coarse_to_fine": "auto+coarse_to_fine",
+    "auto": "auto",
     "coarse_to_fine_untuned": "auto+coarse_to_fine, untuned",
     "min_snr": "min_snr",
     "speed": "speed",
@@ -37,7 +39,19 @@ NAMES = {  # method in the results: name in the figure; for options and weightin
     "uniform": "uniform",
 }
 COLOURS_OF_SETTINGS = ("black", "#882255", "#999933")  # left panel
-COLOURS_OF_METHODS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#009E73", "#999999", "#9467BD", "black")
+COLOURS_OF_METHODS = (
+    "#0072B2",
+    "#D55E00",
+    "#E69F00",
+    "#CC79A7",
+    "#56B4E9",
+    "#009E73",
+    "#999999",
+    "#9467BD",
+    "black",
+    "#882255",
+    "#999933",
+)
 
 
 def select_ratios(judged: pd.DataFrame) -> pd.DataFrame:
@@ -46,7 +60,7 @@ def select_ratios(judged: pd.DataFrame) -> pd.DataFrame:
     `judged` is the result of ``judge.table``. Columns are pairs of a setting and a column of `judged`, such as
     ``("cifar10_edm", "ratio")``.
     """
-    shown = judged[judged["method"].isin(NAMES)]
+    shown = judged[judged["method"] != "uniform_untuned"]
     tables = {}
     for setting, (metric, _) in COLUMNS.items():
         rows = shown[(shown["setting"] == setting) & (shown["metric"] == metric)]
@@ -128,7 +142,7 @@ def draw(ratios: pd.DataFrame, times: pd.DataFrame, path: Path) -> None:
     times = times.loc[ratios.index, settings]
     values = times.to_numpy()
     largest = values[np.isfinite(values)].max() * 1.05
-    for number, (method, colour) in enumerate(zip(times.index, COLOURS_OF_METHODS, strict=True)):
+    for number, (method, colour) in enumerate(zip(times.index, COLOURS_OF_METHODS)):
         multiples, shares = page.profile_curve(times.loc[method], largest)
         shifted = [share - 0.008 * number for share in shares]  # so that equal curves stay visible
         right.step(multiples, shifted, where="post", color=colour, lw=1.5, label=NAMES[method])

@@ -159,6 +159,29 @@ def test_every_round_has_valid_experiment_files(tmp_path, monkeypatch):
         run["write_round"]("first", ["digits"], ["uniform", "other"])
 
 
+def test_a_final_round_runs_what_is_missing_and_has_one_trial_of_a_method(tables, monkeypatch):
+    finish("rates", "digits", {("speed", 2): 1.0})
+    finish("options", "digits", {})
+    runs = []
+
+    def run_block(round_name, setting, trials, seeds, cores):
+        runs.extend((trial.name, trial.factor, trial.value, seed) for trial in trials for seed in seeds)
+        rows = [{"method": trial.name, "seed": seed, "step": 9, "time": 9} for trial in trials for seed in seeds]
+        tuned.save_rows(round_name, setting, trials, pd.DataFrame(rows).assign(**dict.fromkeys(judge.METRICS, 1.0)))
+        return 0
+
+    monkeypatch.setattr(tuned, "run_block", run_block)
+    assert tuned.run_round("final", "digits", "1") == 0
+    trials = tuned.list_trials("final", "digits")
+    assert len(runs) == len(trials) * len(judge.final_seeds("digits"))
+    runs.clear()
+    finish("options", "digits", {("speed-k=10", 2): 0.5})  # another trial of speed is the best
+    assert tuned.run_round("final", "digits", "1") == 0
+    assert {run[:3] for run in runs} == {("speed", 2, 10)} and len(runs) == len(judge.final_seeds("digits"))
+    rows = tuned.read_table("final")
+    assert len(rows) == len(trials) * len(judge.final_seeds("digits")) and not rows.duplicated(["method", "seed"]).any()
+
+
 def test_a_setting_in_which_nothing_is_tuned_has_the_trials_of_another(tables):
     finish("rates", "cifar10", {("speed", 2): 1.0})
     finish("options", "cifar10", {("speed-k=10", 2): 0.5})
