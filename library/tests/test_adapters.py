@@ -163,6 +163,13 @@ def test_predictions_that_contradict_are_rejected(diffusers):
             as_process(scheduler)
 
 
+def test_a_change_of_alpha_bar_at_little_noise_counts(diffusers):
+    scheduler = diffusers.DDPMScheduler()
+    scheduler.alphas_cumprod[0] = 1 - 2 * (1 - scheduler.alphas_cumprod[0])  # half of the SNR, a change of 1e-4
+    snr = as_process(scheduler).schedule.snr[0]
+    assert snr == pytest.approx(as_process("linear").schedule.snr[0] / 2, rel=0.01)
+
+
 @pytest.mark.parametrize("rescale", [False, True])
 def test_a_schedulers_alpha_bar_counts_where_its_betas_do_not_give_it(diffusers, rescale):
     shifted = diffusers.CogVideoXDPMScheduler(rescale_betas_zero_snr=rescale)

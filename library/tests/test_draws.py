@@ -58,6 +58,16 @@ def test_a_draw_of_a_sampler_of_each_module_is_one_graph_with_the_same_numbers(n
     check_one_graph(name, "eager")
 
 
+def test_a_draw_with_tokens_as_a_tensor_is_one_graph():
+    strategy, tokens = make_strategy("shift", law="exponential"), torch.full((len(BATCH),), 1024)
+    compiled = torch.compile(
+        lambda x0, step, tokens: strategy.draw(x0, step=step, tokens=tokens), fullgraph=True, backend="eager"
+    )
+    step = torch.tensor(3)
+    plain = strategy.draw(BATCH, step=step, tokens=tokens)
+    torch.testing.assert_close(compiled(BATCH, step, tokens).fractions, plain.fractions)
+
+
 @pytest.mark.parametrize("name", FIXED)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_quantiles_and_probabilities_have_the_type_of_their_argument(name, kind):

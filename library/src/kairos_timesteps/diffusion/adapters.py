@@ -46,7 +46,7 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str | None = Non
 
 
 def _convert(process: Any, timesteps: int, prediction: str | None) -> Process:
-    """Return `as_process`, whose prediction differs from `prediction` where `process` states another one."""
+    """Convert as `as_process` does; `prediction` is not compared with the one that `process` states."""
     if isinstance(process, Process) or (hasattr(process, "times") and hasattr(process, "schedule")):
         look_alike: Process = process  # users may pass a process that derives from no class of kairos
         return look_alike
@@ -113,12 +113,18 @@ def _of_scheduler(scheduler: Any) -> NoiseSchedule:
     elif hasattr(scheduler, "betas"):
         betas = _numbers(scheduler.betas)
         if betas[-1] < 1:
-            schedule, kind = NoiseSchedule(betas), getattr(scheduler.alphas_cumprod, "dtype", None)
-            epsilon = torch.finfo(kind).eps if isinstance(kind, torch.dtype) and kind.is_floating_point else 1e-6
-            # a cumulative product of T factors, rounded to its type each time
-            if np.abs(schedule.alphas_cumprod - alphas_cumprod).max() <= len(betas) * epsilon:
+            schedule = NoiseSchedule(betas)
+            if (np.abs(schedule.alphas_cumprod - alphas_cumprod) <= _rounding(scheduler.alphas_cumprod)).all():
                 return _name_if_linear(schedule)
     return _name_if_linear(NoiseSchedule.of_alphas_cumprod(alphas_cumprod))
+
+
+def _rounding(alphas_cumprod: Any) -> Array:
+    """Return the largest rounding errors of alpha-bar, (T,), a cumulative product in a floating type."""
+    kind = alphas_cumprod.dtype if isinstance(alphas_cumprod, torch.Tensor) else torch.float32
+    precision = torch.finfo(kind)
+    factors = np.arange(len(alphas_cumprod)) + 2  # each is rounded, and so is the product
+    return np.asarray(factors * precision.eps * _numbers(alphas_cumprod) + precision.tiny * precision.eps)
 
 
 def _name_if_linear(schedule: NoiseSchedule) -> NoiseSchedule:
