@@ -40,7 +40,8 @@ def test_a_grid_of_several_keys_becomes_their_product():
     expanded = expand_methods(a={"weighting": {"name": "p2", "k": 2.0}, "grid": grid})
     assert list(expanded)[:2] == ["a-sampler=speed-gamma=0-tau=null", "a-sampler=speed-gamma=0-tau=500"]
     assert len(expanded) == 4
-    assert expanded["a-sampler=speed-gamma=1-tau=500"].weighting.plain() == {"name": "p2", "k": 2.0, "gamma": 1.0}
+    weighting = expanded["a-sampler=speed-gamma=1-tau=500"].weighting
+    assert (weighting.name, weighting.get("k"), weighting.get("gamma")) == ("p2", 2.0, 1.0)
     two_keys = {"sampler": "edm_log_normal", "weighting": "p2", "grid": {"sampler.floor": [0.1], "weighting.k": [1, 2]}}
     assert list(expand_methods(a=two_keys)) == ["a-floor=0.1-k=1", "a-floor=0.1-k=2"]
     assert parse_sweep_name("my-own-m=-1-s=2e-05") == [("m", "-1"), ("s", "2e-05")]

@@ -24,7 +24,7 @@ PROCESSES = {
 STATE = {"sums", "means", "measured", "pivot", "taken", "updates", "masses"}
 
 
-def make_strategy(process="edm", weighting="none", prediction="epsilon", weighting_options=None, **options):
+def make_strategy(process="edm", weighting="none", prediction=None, weighting_options=None, **options):
     """Return a strategy whose sampler updates its density at every step."""
     name = f"info_noise+{weighting}"
     return kairos_timesteps.Strategy(
