@@ -77,11 +77,14 @@ class Trainer:
     def predict(self, x_t, t):
         return Strategy("uniform", self.time.process).process.predict(self.network, x_t, t)
 
-    def batch(self, train=True, weights=None, mask=None, factor=1.0, backward=True):
-        """Run one micro-batch, forward and backward."""
+    def batch(self, train=True, weights=None, mask=None, factor=1.0, backward=True, count=COUNT):
+        """Run one micro-batch of `count` samples, forward and backward."""
         self.batches += train
-        x0 = IMAGES[(self.batches % 2) * COUNT :][:COUNT]
+        x0 = IMAGES[(self.batches % 2) * COUNT :][:count]
         context = {**self.context, **({"epoch": self.batches} if "item" in self.context else {})}
+        for name, value in context.items():
+            if hasattr(value, "__len__") and len(value) == COUNT:
+                context[name] = value[:count]
         if self.timesteps:
             self.network.train(train)
             t = self.timesteps(x0, **context)

@@ -85,7 +85,7 @@ def train_in_mesh(specifications: list[Any]) -> dict[str, list[dict[str, Any]]]:
     """Train on four ranks, of which two have the first half of the batch and two the second; returns draws and states.
 
     The strategy gets the ranks over which the batch is split as a process group or as one dimension of a mesh. Draws
-    get `index` and `total` with the process group alone.
+    get `index` and `total` with the process group alone; otherwise the samples are dealt to the halves in turn.
     """
     mesh = distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     half, group = mesh.get_local_rank("data"), mesh.get_group("data")
@@ -101,7 +101,10 @@ def train_in_mesh(specifications: list[Any]) -> dict[str, list[dict[str, Any]]]:
 def train(
     specification: Any, half: int | None, indexed: bool = False, process_group: Any = None, micro_batches: int = 1
 ) -> dict[str, Any]:
-    """Train with one half of each micro-batch on this rank, or with all of it if `half` is None."""
+    """Train with one half of each micro-batch on this rank, or with all of it if `half` is None.
+
+    A half is every second sample, or with `indexed` the first or the last samples.
+    """
     from small_loop import BATCH, IMAGES, SmallLoop
 
     loop, draws = SmallLoop(specification, process_group=process_group), []
@@ -109,8 +112,12 @@ def train(
     for step in range(4):
         noise = torch.randn(IMAGES.shape, generator=torch.Generator().manual_seed(step))
         for number in range(micro_batches):
-            first = number * BATCH // micro_batches + count * (half or 0)
-            rows = slice(first, first + count)
+            first, end = number * BATCH // micro_batches, (number + 1) * BATCH // micro_batches
+            rows = slice(first, end)
+            if half is not None:
+                rows = (
+                    slice(first + count * half, first + count * (half + 1)) if indexed else slice(first + half, end, 2)
+                )
             arguments = {"index": range(rows.start, rows.stop), "total": BATCH} if indexed else {}
             draw = loop.strategy.draw(IMAGES[rows], **arguments)
             draws.append(draw.t)

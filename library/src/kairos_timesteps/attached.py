@@ -39,6 +39,7 @@ from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.coordinates import RandomCoordinates, points
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, demand, rejection
+from kairos_timesteps.meter import demand_unsharded
 from kairos_timesteps.strategy import Draw, Strategy, demand_one_time
 from kairos_timesteps.time_convention import TimeConvention
 
@@ -124,6 +125,7 @@ def attach(
             "or the network itself; pass conditions to timesteps(latents, conditions={name: tensor})"
         )
         demand(not missing, f"strategy {name} measures the network: attach", f"no {missing}", allowed)
+        demand_unsharded(network)
     attached = Attached(strategy, optimizer, network, convention, scheduler)
     if accelerator is not None:
         accelerator.register_for_checkpointing(attached)
@@ -486,7 +488,9 @@ class Attached:
             demand(not self._validation_sample_count, "step of the optimizer", "draws of a validation alone", allowed)
             return  # not a training step
         self._step_pending = True
-        if self._read_skipped is None or self._measures:
+        # several ranks learn together, so they finish here: `state_dict` may be called on one rank alone
+        learns_together = self._learns and distributed.ranks(self.strategy.group) > 1
+        if self._read_skipped is None or self._measures or learns_together:
             self._finish_step()
 
     def _finish_step(self) -> None:

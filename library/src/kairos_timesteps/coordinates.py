@@ -27,7 +27,7 @@ class RandomCoordinates:
             results then have a leading axis of steps.
         offset: number of samples drawn earlier in this step, by previous micro-batches.
         samples_before: number of samples drawn before this step and earlier in it; None: `step` times `batch_size`.
-        sample_indices: indices in the global batch, a range or an int64 tensor (n,); None: see `for_batch`.
+        sample_indices: indices in the global batch, a rising range or an int64 tensor (n,); None: see `for_batch`.
         batch_size: size of the global batch.
         times_shape: shape of the times of one sample: (), (frames,) or (tokens,).
         device: device of the random numbers.
@@ -48,19 +48,18 @@ class RandomCoordinates:
     def for_batch(self, batch: Tensor, group: distributed.Group = None) -> "RandomCoordinates":
         """Return coordinates with the device of a batch and, unless they are set, its sample indices and global size.
 
+        Samples are dealt to the ranks in turn, as PyTorch's DistributedSampler deals them: sample i of rank r has index
+        ``i * ranks + r``. So ranks never share an index, also if one has fewer samples than another.
+
         Args:
-            batch: this rank's slice of the global batch; all ranks contribute slices of equal length.
+            batch: this rank's part of the global batch.
             group: process group of the ranks that share the global batch; None: all ranks.
         """
-        indices = self.sample_indices
-        if isinstance(indices, range) and indices.step != 1:  # a range stands for consecutive samples
-            numbers = torch.arange(len(indices), device=batch.device)  # no copy, which would synchronise
-            indices = indices.start + indices.step * numbers
-        if indices is not None:
-            return self.replace(sample_indices=indices, device=batch.device)
-        count = len(batch)
-        begin = distributed.rank(group) * count
-        indices, size = range(begin, begin + count), distributed.ranks(group) * count
+        if self.sample_indices is not None:
+            return self.replace(device=batch.device)
+        ranks = distributed.ranks(group)
+        size = ranks * len(batch)
+        indices = range(distributed.rank(group), size, ranks)
         return self.replace(sample_indices=indices, batch_size=size, device=batch.device)
 
     def replace(self, **changes: Any) -> "RandomCoordinates":
@@ -93,12 +92,16 @@ class RandomCoordinates:
     def indices_in_step(self) -> range | Tensor:
         """Sample indices among all samples of the step, earlier micro-batches included."""
         indices, offset = self.sample_indices, self.offset
-        return range(indices.start + offset, indices.stop + offset) if isinstance(indices, range) else indices + offset
+        if isinstance(indices, range):
+            return range(indices.start + offset, indices.stop + offset, indices.step)
+        return torch.add(indices, offset)
 
     def index_tensor(self) -> Tensor:
         """Return the sample indices as an int64 tensor (n,) on the device."""
         indices = self.sample_indices
-        return torch.arange(indices.start, indices.stop, device=self.device) if isinstance(indices, range) else indices
+        if isinstance(indices, range):
+            return torch.arange(indices.start, indices.stop, indices.step, device=self.device)
+        return torch.as_tensor(indices)
 
     def stream(self, name: str) -> Stream:
         """Return the random stream `name` of the seed."""

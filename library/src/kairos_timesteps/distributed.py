@@ -1,4 +1,4 @@
-"""Arithmetic over the ranks of torch.distributed: the global batch is the ranks' batches, in the order of the ranks.
+"""Arithmetic over the ranks of torch.distributed, which share a global batch.
 
 All functions are exact and have equal results on all ranks. They do nothing if torch.distributed is not initialised, so
 samplers are written once, for the global batch. A `group` limits a function to the ranks of a process group, those that
@@ -69,11 +69,20 @@ def join_ranks(values: Tensor, index: Any, total: int, group: Group = None) -> T
     """
     if ranks(group) == 1:
         return values
-    rows = slice(index.start, index.stop) if isinstance(index, range) else index
+    rows = slice(index.start, index.stop, index.step) if isinstance(index, range) else index
     global_values = values.new_zeros(total, *values.shape[1:])
     global_values[rows] = values.detach()
     sum_tensors([global_values], group)  # every other rank adds zeros to these rows
     return global_values
+
+
+def gather_counts(counts: list[int], device: Any, group: Group = None) -> list[list[int]]:
+    """Gather integers of each rank, on all ranks, in the order of the ranks; the exchange is one tensor on `device`."""
+    table = torch.zeros(ranks(group), len(counts), dtype=torch.int64, device=device)
+    table[rank(group)] = torch.tensor(counts, device=device)
+    sum_tensors([table], group)
+    rows: list[list[int]] = table.tolist()
+    return rows
 
 
 def gather_objects(value: T, group: Group = None) -> list[T]:

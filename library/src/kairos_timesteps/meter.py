@@ -12,7 +12,7 @@ from kairos_timesteps import distributed
 from kairos_timesteps.base import Weighting
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.processes import Process, per_sample
-from kairos_timesteps.errors import rejection
+from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.numeric import on_device
 from kairos_timesteps.validation import evaluating
 
@@ -51,6 +51,30 @@ class Meter:
         self.coordinates = self.coordinates.for_batch(self.x0, self.group)
         if isinstance(self.network, nn.parallel.DistributedDataParallel):
             self.network = self.network.module
+
+    def demand_independent_calls(self) -> None:
+        """Raise ConfigError if a call of the network waits for other ranks: it is sharded, or calls a wrapper.
+
+        Ranks without samples in a measurement do not call the network, and the others would wait for them. All ranks
+        must call this method: each of them calls the network for its first sample. One rank alone calls nothing.
+        """
+        demand_unsharded(self.network)
+        if distributed.ranks() == 1:
+            return
+
+        def reject(module: nn.Module, _: Any) -> None:
+            allowed = "the module inside, such as model.module: ranks measure different numbers of samples"
+            is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel)
+            demand(not is_wrapper, "predict", "a call of DistributedDataParallel", allowed)
+
+        first = torch.zeros(min(1, len(self.x0)), dtype=torch.int64)
+        hook = nn.modules.module.register_module_forward_pre_hook(reject)
+        try:
+            with torch.no_grad():
+                rows = on_device(first, self.x0.device)
+                self._predict(first, rows, torch.full((1,), 0.5, dtype=torch.float64), "check", dropout=False)
+        finally:
+            hook.remove()
 
     def errors(self, index: Tensor, fractions: Tensor, noise: str, dropout: bool = False) -> Tensor:
         """Measure the squared error of epsilon per sample, float64 (n,) on the CPU, without gradients.
@@ -147,7 +171,7 @@ class Meter:
         """
         local_indices = self.coordinates.sample_indices
         if isinstance(local_indices, range):
-            samples = torch.arange(local_indices.start, local_indices.stop)
+            samples = torch.arange(local_indices.start, local_indices.stop, local_indices.step)
         else:
             samples = local_indices.cpu()
         row_of_sample = torch.full((self.coordinates.batch_size,), -1)  # -1: another rank has the sample
@@ -215,3 +239,19 @@ class Meter:
             else:
                 metric.append(torch.ones((), device=parameter.device))
         return metric
+
+
+def demand_unsharded(network: Any) -> None:
+    """Raise ConfigError if the parameters of a network are split over several ranks.
+
+    Every rank calls the network for its own samples of a measurement, in no common order. A sharded network gathers its
+    parameters from all ranks in every call.
+    """
+    if distributed.ranks() == 1 or not isinstance(network, nn.Module):
+        return
+    class_names = {kind.__name__ for module in network.modules() for kind in type(module).__mro__}
+    sharded = sorted(class_names & {"FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"})
+    allowed = "DistributedDataParallel, or a strategy that does not measure the network (kairos strategies list)"
+    demand(
+        not sharded, "network", f"parameters sharded over {distributed.ranks()} ranks ({', '.join(sharded)})", allowed
+    )

@@ -150,6 +150,7 @@ class Strategy:
         self._micro_batches: list[_MicroBatch] = []  # of the current step, those with losses
         self.is_attached = False  # True if hooks of `attach` call `observe`
         self._indices_given = False  # True if a training draw of the current step had `index`
+        self._calls_are_checked = False  # calls of the network wait for no other rank
         self._blocks: dict[Any, tuple[int, list[Tensor]]] = {}  # prefetch block of each slice of the batch
         if not self.sampler.requires_context:
             finite = np.isfinite(self.weighting.weights()[self.sampler.probabilities() > 0]).all()
@@ -177,8 +178,9 @@ class Strategy:
         """Draw timesteps and weights for a batch (batch, channels, height, width), or any shape for most samplers.
 
         `observe` ends a step. With gradient accumulation every micro-batch of a step has its own draw and its own call
-        of `loss`; `observe` takes the last draw and uses all of them. Ranks of torch.distributed share a global batch,
-        to which each contributes equally many samples; the ranks do not communicate.
+        of `loss`; `observe` takes the last draw and uses all of them. Ranks of torch.distributed share a global batch
+        and do not communicate here: sample i of rank r is sample ``i * ranks + r`` of it. If a rank has fewer samples,
+        the draws of all ranks stay independent; only even points (option ``points``) then need `index` and `total`.
 
         Args:
             x0: the batch.
@@ -186,8 +188,8 @@ class Strategy:
             shared_time: one time for the whole batch; not with samplers that give each image its own density.
             step: training step as a tensor on the device, for graphs that are replayed; None: `self.step`. With a
                 tensor, draws of one step are equal: pass `index` for micro-batches.
-            index: indices of the samples in the global batch of the step, all micro-batches included; None: the slices
-                of the ranks in order, after earlier micro-batches.
+            index: indices of the samples in the global batch of the step, all micro-batches included; None: the ranks
+                take turns, after earlier micro-batches.
             total: size of the global batch; None: the length of `x0` times the number of ranks.
             context: properties that samplers require, each a number or a tensor (batch,). ``tokens`` and ``frames``
                 are sizes of a sample. ``group`` is its group of the data set, one name or integers (batch,); integers
@@ -383,8 +385,7 @@ class Strategy:
             self._micro_batches = micro_batches_of_draws
             draw = draws[-1]
         observation = self._observation(draw)
-        measures = isinstance(self.sampler, MeasuresNetwork)
-        if measures:
+        if isinstance(self.sampler, MeasuresNetwork):
             demand_one_time(self, observation.fractions.shape[1:])
             allowed = "the network, which the sampler measures: pass observe(..., network=)"
             demand(network is not None, f"strategy {self.name}: network", "none", allowed)
@@ -394,17 +395,20 @@ class Strategy:
                 demand(len(values) == count, f"observe: conditions.{name}", rows, f"{count}, one for each image")
         if any(micro_batch.mask is not None for micro_batch in self._micro_batches):
             learned_rows = self._rows_to_learn_from()
-            observation = _select_rows(observation, learned_rows, self.group)
+            observation = self._renumbered(observation, learned_rows)
             conditions = conditions and {name: values[learned_rows] for name, values in conditions.items()}
-        elif self._measures_given_indices(observation.step):
-            observation = _without_gaps(observation, self.group)
-        if measures:
+        elif self._needs_sizes_of_ranks(observation.step):
+            observation = self._renumbered(observation)
+        if isinstance(self.sampler, MeasuresNetwork):
             assert observation.x0 is not None
             meter = Meter(
                 self.process, network, observation.x0, observation.coordinates, conditions, self.weighting, optimizer,
                 autocast, self.group, pass_size=len(draw.x0),
             )  # fmt: skip
             observation = replace(observation, meter=meter)
+            if not self._calls_are_checked and self.sampler.measures_in_step(observation.step):
+                meter.demand_independent_calls()
+                self._calls_are_checked = True
         is_empty = observation.coordinates.batch_size == 0  # the mask of every sample of the step is False
         with nullcontext() if is_empty else self.sampler.observe(observation):
             yield
@@ -413,11 +417,52 @@ class Strategy:
         self.step, self._samples = self.step + 1, [0, sum(self._samples)]
         self._indices_given = False
 
-    def _measures_given_indices(self, step: int) -> bool:
-        """Return True if the sampler measures the network in a step of several ranks with `index` from the caller."""
-        if not isinstance(self.sampler, MeasuresNetwork) or not self._indices_given:
+    def _needs_sizes_of_ranks(self, step: int) -> bool:
+        """Return True if the step learns from samples of several ranks, whose numbers may not cover the global batch.
+
+        Components that follow losses ignore indices without a loss, so they need no sizes if the caller has given
+        `index` and `total`. Samplers that measure the network measure samples by index.
+        """
+        if distributed.ranks(self.group) == 1:
             return False
-        return distributed.ranks(self.group) > 1 and self.sampler.measures_in_step(step)
+        if isinstance(self.sampler, MeasuresNetwork) and self.sampler.measures_in_step(step):
+            return True
+        return self._learns and not self._indices_given
+
+    def _renumbered(self, observation: Observation, rows: Tensor | None = None) -> Observation:
+        """Restrict an observation to some rows of this rank, and number the samples of all ranks without gaps.
+
+        All ranks must call it. Without `rows` the numbers stay if they cover the global batch. They do not if ranks
+        have different numbers of samples, or if a micro-batch has no loss. Losses and errors are None if no rank has a
+        row.
+
+        Args:
+            observation: the step.
+            rows: int64 (n,); None: all rows.
+        """
+        device, present = observation.fractions.device, observation.coordinates.batch_size
+        count = len(observation.fractions) if rows is None else len(rows)
+        counts_by_rank = distributed.gather_counts([count, present, self._samples[0]], device, self.group)
+        counts, sizes, samples = zip(*counts_by_rank)
+        if not self._indices_given:  # each rank has counted its own samples, times the number of ranks
+            self._samples[0] = sum(samples) // len(samples)
+        total = sum(counts)
+        if rows is None and set(sizes) == {total}:
+            return observation
+        first = sum(counts[: distributed.rank(self.group)])
+        coordinates = observation.coordinates.replace(sample_indices=range(first, first + count), batch_size=total)
+
+        def select(values: Tensor | None) -> Tensor | None:
+            return values if values is None or rows is None else values[rows]
+
+        return replace(
+            observation,
+            coordinates=coordinates,
+            x0=select(observation.x0),
+            fractions=observation.fractions if rows is None else observation.fractions[rows],
+            losses=select(observation.losses) if total else None,
+            errors=select(observation.errors) if total else None,
+        )
 
     def _observation(self, last: Draw) -> Observation:
         """Join the draws of the current step whose errors are known; without any, return the draw `last` alone.
@@ -536,41 +581,6 @@ def demand_one_time(strategy: Strategy, times: tuple[int, ...]) -> None:
     demand(not times, f"strategy {strategy.name}: times", tuple(times), allowed)
 
 
-def _select_rows(observation: Observation, rows: Tensor, group: distributed.Group) -> Observation:
-    """Restrict an observation to some rows of this rank, int64 (n,), numbered over the ranks without gaps.
-
-    All ranks must call it. Losses and errors are None if no rank selects a row.
-    """
-    counts = distributed.gather_objects(len(rows), group)
-    total = sum(counts)
-    first = sum(counts[: distributed.rank(group)])
-    indices = range(first, first + len(rows))
-
-    def select(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[rows]
-
-    return replace(
-        observation,
-        coordinates=observation.coordinates.replace(sample_indices=indices, batch_size=total),
-        x0=select(observation.x0),
-        fractions=observation.fractions[rows],
-        losses=select(observation.losses) if total else None,
-        errors=select(observation.errors) if total else None,
-    )
-
-
-def _without_gaps(observation: Observation, group: distributed.Group) -> Observation:
-    """Number the samples over the ranks without gaps if their indices do not cover the global batch.
-
-    Samples without a loss, such as those of a micro-batch without a backward pass, cannot be measured. All ranks must
-    call it.
-    """
-    count = len(observation.fractions)
-    if sum(distributed.gather_objects(count, group)) == observation.coordinates.batch_size:
-        return observation
-    return _select_rows(observation, torch.arange(count, device=observation.fractions.device), group)
-
-
 def _join_coordinates(coordinates_by_draw: list[RandomCoordinates], ranks: int) -> RandomCoordinates:
     """Join random coordinates of a step's draws into those of one batch, with samples numbered without gaps.
 
@@ -594,7 +604,14 @@ def _join_coordinates(coordinates_by_draw: list[RandomCoordinates], ranks: int) 
     for coordinates in coordinates_by_draw:
         indices.append(coordinates.replace(offset=starts[coordinates.offset]).indices_in_step)
     are_ranges = all(isinstance(sample_indices, range) for sample_indices in indices)
-    if are_ranges and all(before.stop == after.start for before, after in pairwise(indices)):
-        return merged.replace(sample_indices=range(indices[0].start, indices[-1].stop))  # needs no copy to the CPU
+    if are_ranges and all(_continues(before, after) for before, after in pairwise(indices)):
+        first, last_indices = indices[0], indices[-1]
+        merged_range = range(first.start, last_indices[-1] + 1, first.step)  # needs no copy to the CPU
+        return merged.replace(sample_indices=merged_range)
     tensors = [merged.replace(sample_indices=sample_indices).index_tensor() for sample_indices in indices]
     return merged.replace(sample_indices=torch.cat(tensors))
+
+
+def _continues(before: range, after: range) -> bool:
+    """Return True if two ranges that are not empty join to one of the same step."""
+    return bool(before and after) and before.step == after.step and before[-1] + before.step == after.start

@@ -352,7 +352,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         """
         assert observation.x0 is not None  # samplers that measure get images of one shape
         indices = observation.coordinates.sample_indices
-        rows = slice(indices.start, indices.stop) if isinstance(indices, range) else indices.cpu()
+        rows = slice(indices.start, indices.stop, indices.step) if isinstance(indices, range) else indices.cpu()
         advantage = on_device(self.advantage(change)[rows], observation.x0.device).to(self.policy.last.weight.dtype)
         self.optimizer.zero_grad(set_to_none=True)
         a, b = self.policy(observation.x0)
