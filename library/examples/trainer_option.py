@@ -1,12 +1,12 @@
-"""Trainer with an option for timestep strategies of any package, by dotted path; without the option it needs none.
+"""Trainer with an option for timestep strategies of any installed package; without the option it needs none.
 
 python examples/trainer_option.py                               # the trainer's own timesteps
-python examples/trainer_option.py --timestep_strategy kairos_timesteps.attach --timestep_strategy_args name=loss_rms
+python examples/trainer_option.py --timestep_strategy kairos:loss_rms --timestep_strategy_args "sampler={'floor': 0.1}"
 """
 
 import argparse
 import ast
-import importlib
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,19 @@ import torch
 from common import Network, batch, images, progress
 
 
-def imported(path: str) -> Any:
-    """Return the object at a dotted path, ``package.module.name``."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+def build_strategy(option: str, **arguments: Any) -> Any:
+    """Return a strategy by the option ``PROVIDER:NAME``.
+
+    Providers are entry points of installed packages, so the option imports nothing else.
+
+    Raises:
+        SystemExit: no installed package has this provider.
+    """
+    provider, _, name = option.partition(":")
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group="timestep_strategies")}
+    if provider not in entries:
+        raise SystemExit(f"--timestep_strategy: got {option!r}, allowed: {', '.join(sorted(entries)) or 'none'}:NAME")
+    return entries[provider].load()(name, **arguments)
 
 
 def parsed(settings: list[str]) -> dict[str, Any]:
@@ -40,7 +49,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     options.add_argument("--width", type=int, default=32, help="channels of the network, a multiple of 8")
     options.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     options.add_argument("--checkpoint", type=Path, help="file to resume from if it exists, and to write at the end")
-    options.add_argument("--timestep_strategy", metavar="PACKAGE.NAME", help="factory of a timestep strategy")
+    options.add_argument("--timestep_strategy", metavar="PROVIDER:NAME", help="timestep strategy")
     options.add_argument("--timestep_strategy_args", nargs="*", default=[], metavar="NAME=VALUE", help="its arguments")
     arguments = options.parse_args(argv)
 
@@ -51,9 +60,9 @@ def main(argv: list[str] | None = None) -> list[float]:
 
     strategy = None  # the option, part 1: build
     if arguments.timestep_strategy:
-        strategy = imported(arguments.timestep_strategy)(
-            process="flow", optimizer=optimizer, network=network, time="noise_is_one", seed=arguments.seed,
-            **parsed(arguments.timestep_strategy_args),
+        strategy = build_strategy(
+            arguments.timestep_strategy, process="flow", time="noise_is_one", seed=arguments.seed,
+            predict=network, **parsed(arguments.timestep_strategy_args),
         )  # fmt: skip
 
     first = 0
@@ -62,20 +71,24 @@ def main(argv: list[str] | None = None) -> list[float]:
         network.load_state_dict(state["network"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
-        if strategy:  # part 4: resume
+        if strategy:  # part 5: resume
             strategy.load_state_dict(state["strategy"])
 
     losses = []
     for step in range(first, arguments.steps):
         x0, noise = batch(data, arguments.batch, arguments.seed, step, "cpu")
         uniform = torch.rand(len(x0), generator=torch.Generator().manual_seed(step))
-        t = strategy(x0) if strategy else uniform  # part 2: draw
+        t = strategy.sample(x0) if strategy else uniform  # part 2: draw
         at = t.view(-1, 1, 1, 1)
         errors = (network((1 - at) * x0 + at * noise, t) - (noise - x0)).square().mean((1, 2, 3))  # (batch,)
-        loss = strategy.loss(errors) if strategy else errors.mean()  # part 3: weight
+        loss = strategy.record(errors) if strategy else errors.mean()  # part 3: weight
         optimizer.zero_grad()
         loss.backward()
+        if strategy:  # part 4: the step
+            strategy.begin_step(network, optimizer)
         optimizer.step()
+        if strategy:
+            strategy.refresh()
         losses.append(loss.item())
         progress(step + 1, arguments.steps, losses)
 

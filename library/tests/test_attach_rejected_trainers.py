@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from attached_training import COUNT, TinyTraining, validate
+from attached_training import COUNT, MEASURING, TinyTraining, validate
 from kairos_timesteps import attach
 from kairos_timesteps.errors import ConfigError
 from marks import mark_long
@@ -37,6 +37,16 @@ def test_a_step_within_the_backward_pass_is_rejected():
     network.time.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(ConfigError, match=r"steps within the backward pass .*Strategy.draw"):
         attach("uniform", "linear", optimizer, network)
+
+
+@pytest.mark.parametrize("name", MEASURING)
+def test_an_optimizer_of_master_copies_is_rejected_by_strategies_that_measure_the_network(name):
+    """With float32 copies of half-precision parameters the network changes after the optimizer's step."""
+    network = TinyNetwork()
+    masters = torch.optim.SGD([nn.Parameter(p.detach().clone()) for p in network.parameters()], lr=0.1)
+    with pytest.raises(ConfigError, match="no parameter of the network"):
+        attach(name, "linear", masters, network, predict=network)
+    attach("loss_rms", "linear", masters, network)
 
 
 def test_many_losses_without_an_observed_step_are_an_error():

@@ -1,6 +1,7 @@
 """Code of the pages of trainers that are not run in tests: it runs with a small network and the trainer's x_t.
 
-The formulas of x_t are reimplemented from the trainers' sources. No code of a trainer runs here.
+`test_trainer_replicas` executes further pages in replicas of the loops. The formulas of x_t are reimplemented from the
+trainers' sources. No code of a trainer runs here.
 """
 
 import re
@@ -69,54 +70,6 @@ def noise_is_one(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     return (1 - t) * x0 + t * noise
 
 
-def data_is_one(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    return t * x0 + (1 - t) * noise
-
-
-@pytest.mark.parametrize("page", ["sit", "lightningdit"])
-def test_the_pages_of_sit_and_lightningdit_work(page):
-    case, transport = TrainerVariables(), Namespace()
-    names = case.run(
-        page,
-        {"opt": case.optimizer, "model": case.network, "args": Namespace(global_seed=1), "transport": transport},
-        {"self": transport, "x1": case.latents, "sp_timesteps": None},
-        {"loss_dict": {"loss": case.errors}},
-    )
-    case.step(names["timesteps"], names["t"], data_is_one)
-
-
-def test_the_page_of_repa_works():
-    case, loss_fn = TrainerVariables(), Namespace()
-    names = case.run(
-        "repa",
-        {"optimizer": case.optimizer, "model": case.network, "loss_fn": loss_fn},
-        {"self": loss_fn, "images": case.latents},
-        {"loss": case.errors},
-    )
-    case.step(names["timesteps"], names["time_input"].flatten(), noise_is_one)
-
-
-def test_the_page_of_flow_matching_works():
-    case = TrainerVariables()
-
-    def model(x_t, t, extra):
-        return case.network(x_t)
-
-    local = {"optimizer": case.optimizer, "model": model, "samples": case.latents, "conditioning": {}}
-    model.training = True
-    names = case.run("flow_matching", local | {"x_t": case.latents, "u_t": case.noise})
-    case.step(names["timesteps"], names["t"], data_is_one)
-
-
-def test_the_page_of_k_diffusion_keeps_the_loss_of_the_trainer():
-    """The weight of EDM on the error of x0 equals the trainer's loss of the preconditioned target."""
-    case = TrainerVariables()
-    local = {"opt": case.optimizer, "inner_model": case.network, "model_config": {"sigma_data": 0.7}}
-    names = case.run("k-diffusion", local | {"reals": case.latents, "losses": case.errors})
-    torch.testing.assert_close(names["loss"], case.errors.mean(), rtol=1e-5, atol=0)
-    case.step(names["timesteps"], names["sigma"], lambda x0, noise, sigma: x0 + sigma * noise)
-
-
 def test_the_page_of_kohya_works():
     case = TrainerVariables()
     alphas = torch.from_numpy(kairos_timesteps.make_schedule("scaled_linear").alphas_cumprod).float()
@@ -175,39 +128,6 @@ def test_the_page_of_musubi_works(shape, monkeypatch, tmp_path):
     args = Namespace(seed=1, resume=str(tmp_path / "lora-step00000001-state"))
     trainer.on_train_start(args, None, case.network, None, case.optimizer)
     assert trainer.timesteps.state_dict()["strategy"]["step"] == saved["strategy"]["step"] > 0
-
-
-def test_the_page_of_onetrainer_works():
-    """Indices have the density of kairos, and their noise levels the weights of kairos."""
-    generator = torch.Generator().manual_seed(0)
-    count = 200_000
-    draw, loss = blocks("onetrainer")
-    names = {"kairos_timesteps": kairos_timesteps, "torch": torch, "generator": generator, "batch_size": count}
-    names |= {"num_train_timesteps": 1000, "losses": torch.ones(count), "data": {}}
-    exec(draw, names)
-    index = names["timestep"]
-    assert index.dtype == torch.int32 and index.min() >= 0 and index.max() < 1000
-    below = (index[:, None] < torch.tensor([100, 500, 900])).double().mean(0)
-    expected = names["density"].cdf(np.array([0.1, 0.5, 0.9]))
-    np.testing.assert_allclose(below, expected, atol=5 * (0.25 / count) ** 0.5)
-    names["data"]["timestep"] = index
-    exec(loss, names)
-    sigma = (index.double() + 1) / 1000
-    bell = (-2 * (sigma - 0.5) ** 2).exp() - np.exp(-0.5)
-    ratio = names["losses"].double() / bell
-    np.testing.assert_allclose(ratio[bell > 0.01], ratio[bell > 0.01].mean(), rtol=1e-3)
-
-
-def test_the_page_of_simpletuner_works():
-    case, model = TrainerVariables(), Namespace()
-    model.get_trained_component = lambda unwrap_model: case.network
-    accelerator = Namespace(register_for_checkpointing=lambda state: None)
-    trainer = Namespace(model=model, optimizer=case.optimizer, accelerator=accelerator, config=Namespace(seed=None))
-    names = case.run(
-        "simpletuner", {"self": trainer}, {"self": model, "batch": {"latents": case.latents}, "loss": case.errors}
-    )
-    assert torch.equal(names["timesteps"], 1000 * names["sigmas"])
-    case.step(model.timesteps, names["sigmas"], noise_is_one)
 
 
 def test_the_page_of_ai_toolkit_works():

@@ -108,12 +108,12 @@ def attach(
         process_group: ranks that share the global batch, or one dimension of a DeviceMesh; None: all ranks.
 
     Raises:
-        ConfigError: hooks cannot follow the optimizer, the strategy measures the network and `predict` is missing, or
-            a value is not allowed.
+        ConfigError: hooks cannot follow the optimizer; the strategy measures the network, and `predict` is missing, the
+            network is sharded or the optimizer steps copies of its parameters; or a value is not allowed.
     """
     scheduler, convention = process, TimeConvention(as_process(process, timesteps, prediction), time)
     optimizer = _inner_optimizer(optimizer, network, accelerator)
-    process = _process_with_predict(predict, convention)
+    process = process_with_predict(predict, convention)
     strategy = Strategy(
         name, process, seed=seed, sampler=sampler, weighting=weighting, process_group=process_group
     )  # fmt: skip
@@ -126,6 +126,7 @@ def attach(
         )
         demand(not missing, f"strategy {name} measures the network: attach", f"no {missing}", allowed)
         demand_unsharded(network)
+        _demand_shared_parameters(optimizer, network)
     attached = Attached(strategy, optimizer, network, convention, scheduler)
     if accelerator is not None:
         accelerator.register_for_checkpointing(attached)
@@ -264,11 +265,11 @@ class Attached:
         if self._evaluating:
             allowed = "in training mode, a training draw after the last draw of the validation"
             demand(not self._is_training(), "loss", "the draw of a validation", allowed)
-            return _multiply(_per_sample(errors, self._validation_ndim), weights).mean()
+            return multiply(average_to_times(errors, self._validation_ndim), weights).mean()
         draw = self._training_draw("loss")
         with nullcontext() if errors.requires_grad else torch.no_grad():  # a loss for the log is no micro-batch
-            losses = self.strategy.weighted(draw, _per_sample(errors, draw.t.ndim), mask)
-        loss = _multiply(losses, weights).mean()
+            losses = self.strategy.weighted(draw, average_to_times(errors, draw.t.ndim), mask)
+        loss = multiply(losses, weights).mean()
         if loss.requires_grad:
             loss.register_hook(partial(self._count_micro_batch, draw, self._conditions))
         return loss
@@ -619,12 +620,20 @@ def _inner_optimizer(optimizer: Any, network: Any, accelerator: Any) -> torch.op
     return inner
 
 
+def _demand_shared_parameters(optimizer: torch.optim.Optimizer, network: Any) -> None:
+    """Raise ConfigError if the optimizer steps copies of the parameters: the network then changes after its step."""
+    of_network = {id(parameter) for parameter in network.parameters()}
+    of_optimizer = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    allowed = f"the optimizer of the network that is measured, without master copies; {_EXPLICIT_ADVICE}"
+    demand(of_network & {*of_optimizer}, "attach: optimizer", "no parameter of the network", allowed)
+
+
 def _prediction_type(scheduler: Any) -> Any:
     """Return option ``prediction_type`` of a scheduler of diffusers; None for any other object."""
     return getattr(getattr(scheduler, "config", None), "prediction_type", None)
 
 
-def _process_with_predict(predict: Callable[..., Tensor] | None, time: TimeConvention) -> Any:
+def process_with_predict(predict: Callable[..., Tensor] | None, time: TimeConvention) -> Any:
     """Return a copy of the process whose `predict` is the trainer's, called at the trainer's t.
 
     The result is the process itself if `predict` is None. With ``data_is_one`` the sign of a velocity is changed.
@@ -683,7 +692,7 @@ def _paths(state: Any) -> list[str]:
     return sorted(f"{key}.{path}".strip(".") for key, value in state.items() for path in _paths(value))
 
 
-def _per_sample(errors: Tensor, dimensions: int) -> Tensor:
+def average_to_times(errors: Tensor, dimensions: int) -> Tensor:
     """Average errors over all but the first `dimensions` dimensions, those of t.
 
     Raises:
@@ -703,7 +712,7 @@ def _first_sample_value(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _multiply(terms: Tensor, weights: Tensor | None) -> Tensor:
+def multiply(terms: Tensor, weights: Tensor | None) -> Tensor:
     """Multiply terms of a loss, (batch, ...), by weights of their first dimensions.
 
     Raises:

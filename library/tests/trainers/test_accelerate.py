@@ -141,9 +141,9 @@ def test_a_strategy_attached_before_prepare_counts_the_steps():
 
 
 def train_on_a_rank():
-    """Train on this rank's half of each batch, and validate; accelerate joins the ranks."""
+    """Train on every second sample of each batch, and validate; accelerate joins the ranks."""
     rank = int(os.environ["RANK"])
-    halves = [(number, x0.chunk(2)[rank]) for number, x0 in micro_batches(0, 16)]
+    halves = [(number, x0[rank::2]) for number, x0 in micro_batches(0, 16)]
     results, values = train(LOSSES, halves, evaluate=True)
     return {"t": results.t, "strategy": results.strategy, "network": results.network, "values": values}
 
@@ -157,5 +157,5 @@ def test_two_ranks_draw_the_halves_of_a_global_batch_and_validate_alike(tmp_path
     assert equal_bits(network, {key.removeprefix("module."): value for key, value in second["network"].items()})
     one, _ = train(LOSSES, micro_batches(0, 2))
     for number in range(2):  # before anything is learned
-        halves = torch.cat([first["t"][number], second["t"][number]])
-        assert equal_bits(halves, one.t[number])
+        in_turn = torch.stack([first["t"][number], second["t"][number]], 1).flatten()
+        assert equal_bits(in_turn, one.t[number])

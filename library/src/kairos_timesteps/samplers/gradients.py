@@ -51,18 +51,17 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Measure before the optimizer step, every `frequency` steps from step 0 on, and update the density.
+        """Measure before the optimizer step, every `frequency` steps from step 0 on; update the density after the step.
 
         A measurement with a value that is not finite, for example in half precision, changes nothing.
         """
-        if self.measures_in_step(observation.step):
-            new = self.measure(observation)
-            if np.isfinite(new).all():
-                decay = self.decay if self.updates else 0.0
-                self._values = decay * self._values + (1 - decay) * new
-                self.updates += 1
-                self.restored()
+        new = self.measure(observation) if self.measures_in_step(observation.step) else None
         yield
+        if new is not None and np.isfinite(new).all():
+            decay = self.decay if self.updates else 0.0
+            self._values = decay * self._values + (1 - decay) * new
+            self.updates += 1
+            self.restored()
 
     def measures_in_step(self, step: int) -> bool:
         """Return True in every `frequency`-th step from step 0 on."""
