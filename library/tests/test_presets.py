@@ -15,6 +15,7 @@ from kairos_timesteps.presets import evaluate
 from kairos_timesteps.registry import split
 
 pytest.importorskip("scipy")
+from small_loop import TinyNetwork
 from trainers import TRAINERS
 
 LEVELS = (np.arange(10_001) + 0.5) / 10_001
@@ -116,6 +117,28 @@ def test_a_weighting_that_is_attached_as_printed_has_the_weights_of_its_preset(r
         times = strategy.process.schedule.times
     weights = kairos_timesteps.preset(row.name).weights(times)
     np.testing.assert_allclose(strategy.table()["w"], weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(TRAINERS))
+def test_the_call_of_attach_that_is_printed_has_the_density_and_the_weights_of_the_trainer(name):
+    """Code is pasted into a loop with the trainer's options."""
+    trainer = TRAINERS[name]
+    preset = kairos_timesteps.preset(name, **trainer.options)
+    network = TinyNetwork()
+    names = {"network": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1)}
+    attached = eval(preset.attach_call(), {"kairos_timesteps": kairos_timesteps}, names)
+    t = torch.cat([attached(torch.zeros(100, 1), **trainer.context) for _ in range(200)])  # a mixture is one of batches
+    assert attached.time.name == ("index" if trainer.steps else "sigma" if trainer.sigma else "noise_is_one")
+    times = t.double().numpy() / (1000 if trainer.steps else 1)
+    # the process of sigma ends at 0.002 and 80; ln SNR is interpolated in the first and the last of 1,000 cells of t
+    low, high = (0.0021, 79) if trainer.sigma else (0.001, 0.999) if name.endswith("log_snr") else (-1, 2)
+    inside = (trainer.quantile(LEVELS) > low) & (trainer.quantile(LEVELS) < high)
+    below = np.searchsorted(np.sort(times), trainer.quantile(LEVELS)[inside] + 1e-6, "right") / len(times)
+    spread = 5 * np.sqrt(LEVELS[inside] * (1 - LEVELS[inside]) / len(times)) + 2e-3
+    is_discrete = len(np.unique(trainer.quantile(LEVELS))) < len(LEVELS) / 2
+    assert is_discrete or (np.abs(below - LEVELS[inside]) < spread).all()
+    expected = trainer.weight(times[-100:].astype(np.float32).astype(np.float64))
+    np.testing.assert_allclose(attached.weights, expected, rtol=2e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["simpletuner:beta", "ai_toolkit:content", "kohya:shift", "edm:log_normal"])

@@ -234,7 +234,7 @@ TABLE = (
     Row("k_diffusion:loglogistic", "ln sigma ~ Logistic(loc, scale)", K_DIFFUSION, {"loc": 0.0, "scale": 0.5},
         "log_snr(distribution='logistic', location=-2 * loc, scale=2 * scale)", convention="sigma"),
     Row("k_diffusion:v_diffusion", "sigma = tan(pi u/2), 1e-3 to 1e3", K_DIFFUSION, {},
-        "range(low=1 / 1001, high=1000 / 1001, density=cosmap())", convention="sigma"),
+        "cosine_interpolated(image=64, low=64, high=64)", convention="sigma"),
     Row("k_diffusion:split_lognormal", "ln sigma normal, with a scale below and one above loc", K_DIFFUSION,
         {"loc": -1.2, "scale_1": 1.2, "scale_2": 1.2},
         "log_snr(distribution='normal', location=-2 * loc, scale=2 * scale_2, scale_above=2 * scale_1)",

@@ -19,6 +19,7 @@ from kairos_timesteps.numeric import Array, bisect, bound_below_one, sigmoid
 from kairos_timesteps.options import Component, allowed_names_hint, dump, option, parse
 from kairos_timesteps.preset_table import BOUNDS, CONVENTIONS, TABLE
 from kairos_timesteps.randomness import Device
+from kairos_timesteps.registry import split
 
 _ROWS = {row.name: row for row in TABLE}
 _OPERATORS = {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow}
@@ -105,6 +106,28 @@ class Preset:
             self.weighting = weighting(**evaluate(row.weighting, options), prediction=convention.prediction)
         except ConfigError as error:
             raise ConfigError(f"preset {name}: {error}") from None
+
+    def attach_call(self) -> str:
+        """Return the call of `kairos_timesteps.attach` with this preset, as code with `optimizer` and `network`.
+
+        Its time is that of the trainer for flow models, sigma, or an index of Stable Diffusion's schedule.
+        """
+        row = _ROWS[self.name]
+        (sampler, sampler_options), (weighting_name, weighting_options) = (
+            split(evaluate(specification, self.options)) for specification in (row.sampler, row.weighting)
+        )
+        process = {"t": '"flow"', "sigma": '"edm"', "step": '"scaled_linear"'}[self._unit]
+        if "sigma_data" in self.options:
+            process = f"kairos_timesteps.Edm(sigma_data={self.options['sigma_data']!r})"
+        arguments = [f'"{sampler}+{weighting_name}"', process, "optimizer", "network"]
+        if self._unit == "t":
+            arguments.append('time="noise_is_one"')
+        if self._unit == "step":
+            arguments.append(f'prediction="{CONVENTIONS[row.convention].prediction}"')
+        for argument, options in (("sampler", sampler_options), ("weighting", weighting_options)):
+            if options:
+                arguments.append(f"{argument}={options!r}")
+        return f"kairos_timesteps.attach({', '.join(arguments)})"
 
     def sample(self, n: int, seed: int = 0, device: Device = "cpu", step: int = 0, **context: Any) -> Tensor:
         """Draw times, float32 (n,), a function of seed and step.

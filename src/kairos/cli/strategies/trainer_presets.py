@@ -150,7 +150,8 @@ def build_preset_view(preset: Any, process: LibraryComponent, context: dict[str,
 def _describe_preset(preset: Any, row: Row) -> tuple[tuple[str, str], ...]:
     """Return the lines that describe a preset, each a label and a text.
 
-    The labels are ``options``, ``formula``, ``time``, ``sampler`` and ``weighting`` of kairos, and ``source``.
+    The labels are ``options``, ``formula``, ``time``, ``sampler`` and ``weighting`` of kairos, ``in code`` for the call
+    of `kairos_timesteps.attach`, and ``source``.
     """
     lines = {
         "options": describe_options(preset.options) or "none",
@@ -158,6 +159,7 @@ def _describe_preset(preset: Any, row: Row) -> tuple[tuple[str, str], ...]:
         "time": preset.convention,
         "sampler": row.sampler,
         "weighting": row.weighting,
+        "in code": preset.attach_call(),
         "source": preset.source,
     }
     return tuple(lines.items())
