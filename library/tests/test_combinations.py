@@ -110,9 +110,12 @@ def draw_batch(make_strategy: Any, x0: Tensor, call: Call, context: Context) -> 
                 strategy.draw(x0[rows], index=range(rows.start, rows.stop), total=count, **more, **context.rows(rows))
             )
     elif call.split == "ranks":
-        for rank, rows in enumerate(halves):
+        for rank in range(2):
+            rows = slice(rank, None, 2)  # samples are dealt to the ranks in turn
             with rank_of(rank, 2):
                 results.append(make_strategy().draw(x0[rows], **more, **context.rows(rows)))
+        in_turn = (torch.arange(count) % 2) * (count // 2) + torch.arange(count) // 2
+        return {name: torch.cat([getattr(draw, name) for draw in results])[in_turn] for name in DRAW_FIELDS}
     else:
         for rows in halves:
             index = range(rows.start, rows.stop)

@@ -1,7 +1,7 @@
 """Lines of the pages of DiT, EDM, improved-diffusion, guided-diffusion and SpeeD, run in replicas of their loops.
 
 A replica has the variables of the trainer and its order of calls, with a small network. The lines of a page run where
-the page's comments place them. No code of a trainer runs here.
+its comments say. No code of a trainer runs here.
 """
 
 import os
@@ -24,7 +24,7 @@ PAGES = Path(__file__).parents[2] / "docs/trainers"
 if not PAGES.exists():
     pytest.skip("the source distribution does not contain docs/", allow_module_level=True)
 NAMES = ["dit", "edm", "improved-diffusion", "guided-diffusion", "speed"]
-PLACE = re.compile(r"^# (\S+\.py:\d+)\b.*\n", re.MULTILINE)
+LOCATION = re.compile(r"^# (\S+\.py:\d+)\b.*\n", re.MULTILINE)
 BATCH, CLASSES, STEPS = 6, 3, 10
 ADAPTS_EARLY = {"start": 3, "frequency": 1}
 Record = dict[str, Tensor]
@@ -47,17 +47,17 @@ class Lines:
         self.code: dict[str, str] = {}
         self.not_run: set[str] = set()
         for block in re.findall(r"```python\n(.*?)```", self.text, re.DOTALL):
-            before, *parts = PLACE.split(block)
-            assert not before, f"{page}: the block begins without a place"
-            for place, code in zip(parts[::2], parts[1::2], strict=True):
-                assert place not in self.code, place
-                self.code[place] = code
+            before, *parts = LOCATION.split(block)
+            assert not before, f"{page}: the block begins without a location"
+            for location, code in zip(parts[::2], parts[1::2], strict=True):
+                assert location not in self.code, location
+                self.code[location] = code
         self.not_run = set(self.code)
 
-    def run(self, place: str, names: dict[str, Any]) -> None:
-        """Run the lines of a place in the trainer's scope `names`."""
-        self.not_run.discard(place)
-        exec(compile(self.code[place], f"docs/trainers/{self.page}.md", "exec"), names)
+    def run(self, location: str, names: dict[str, Any]) -> None:
+        """Run the lines of a location in the trainer's scope `names`."""
+        self.not_run.discard(location)
+        exec(compile(self.code[location], f"docs/trainers/{self.page}.md", "exec"), names)
 
     def inline(self, pattern: str) -> str:
         """Return the only inline code of the page that matches a pattern."""
@@ -336,7 +336,7 @@ class TrainLoop:
         self.run(0)
 
     def run(self, number: int, **names: Any) -> dict[str, Any]:
-        """Run the lines of a place with the names of the module and of the method."""
+        """Run the lines of a location with the names of the module and of the method."""
         blobs = Namespace(BlobFile=open, join=os.path.join, dirname=os.path.dirname)
         module = {"th": torch, "bf": blobs, "get_blob_logdir": lambda: str(self.folder)}
         module |= {"find_resume_checkpoint": lambda: None, "dist_util": Namespace(load_state_dict=torch.load)}
@@ -509,9 +509,9 @@ def test_the_official_strategy_of_speed_has_the_weights_and_the_density_of_the_t
     weights[tau:] = 1
     np.testing.assert_allclose(strategy.weighting.weights(), weights, atol=2e-3)
     masses = np.where(np.arange(1000) < tau, k, 1.0)
-    drawn = np.random.default_rng(0).choice(1000, count // 2 + 1, p=masses / masses.sum())
-    reflected = np.abs(drawn - 642)
-    expected = np.concatenate([drawn, reflected])[:count]
+    samples = np.random.default_rng(0).choice(1000, count // 2 + 1, p=masses / masses.sum())
+    reflected = np.abs(samples - 642)
+    expected = np.concatenate([samples, reflected])[:count]
     t = strategy.draw(torch.empty(count, 1)).t.numpy()
     edges = [0, 100, 300, 642, 643, 700, 900, 1000]
     shares, expected_shares = (np.histogram(values, edges)[0] / count for values in (t, expected))

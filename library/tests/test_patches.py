@@ -193,7 +193,7 @@ def batches(first, last):
 
 
 class Accelerator:
-    """Checkpoints as accelerate writes them, for one registered object beside network and optimizer."""
+    """Checkpoints as accelerate writes them, of network, optimizer and a registered object."""
 
     device, optimizer_step_was_skipped, sync_gradients = "cpu", False, True
 

@@ -230,7 +230,8 @@ def test_every_page_has_the_sections_and_is_in_the_index_and_in_the_navigation()
     pages = {path.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*.md") if path.stem != "index"}
     for name in pages:
         assert f"trainers/{name}" in navigation and f"]({name})" in index, name
-    not_run = re.findall(r"\]\(([\w-]+\.md)\)", index.partition("## Read, not run")[2].partition("\n\n*Loop*")[0])
+    table = index.partition("## Read, not run")[2].partition("\n\n*Loop*")[0]
+    not_run = {*re.findall(r"\]\(([\w-]+\.md)\)", table)} - {"for-maintainers.md"}
     assert len(not_run) > 10
     for name in not_run:
         assert re.findall(r"^## (\w+)$", pages[name], re.MULTILINE) == SECTIONS, name

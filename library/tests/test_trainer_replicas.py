@@ -71,9 +71,9 @@ class Page:
 
     def inline(self, start: str) -> str:
         """Return the code within a sentence of the page that begins with `start`."""
-        found = re.findall(rf"`({re.escape(start)}[^`]*)`", self.text)
-        assert len(found) == 1, start
-        return str(found[0])
+        matches = re.findall(rf"`({re.escape(start)}[^`]*)`", self.text)
+        assert len(matches) == 1, start
+        return str(matches[0])
 
     def run(self, location: str, variables: SimpleNamespace) -> None:
         """Execute a block among the variables of a function of the trainer."""
@@ -280,7 +280,7 @@ class Transport:
     """Losses of SiT and LightningDiT on the linear path, where t = 1 is data."""
 
     def __init__(self, page: Page | None, location: str, times: Iterator[Tensor]):
-        self.page, self.location, self.drawn_before = page, location, times
+        self.page, self.location, self.earlier_times = page, location, times
 
     def training_losses(self, model, x1, model_kwargs, sp_timesteps=None) -> dict[str, Tensor]:
         x0, t = torch.randn_like(x1), torch.rand(len(x1))
@@ -289,7 +289,7 @@ class Transport:
             self.page.run(self.location, local)
             t = local.t
         elif sp_timesteps is None:
-            t = next(self.drawn_before)
+            t = next(self.earlier_times)
         at = t.view(-1, 1, 1, 1)
         xt, ut = at * x1 + (1 - at) * x0, x1 - x0
         if self.page is not None and sp_timesteps is None:
@@ -423,14 +423,14 @@ class SiLoss:
     """Losses of REPA on the linear path, where t = 1 is noise."""
 
     def __init__(self, page: Page | None, times: Iterator[Tensor]):
-        self.page, self.drawn_before, self.last_time = page, times, None
+        self.page, self.earlier_times, self.last_time = page, times, None
 
     def __call__(self, model, images, model_kwargs, zs):
         local = SimpleNamespace(self=self, images=images, model_kwargs=model_kwargs)
         if self.page:
             self.page.run("loss.py:56 to 65", local)
         else:
-            local.time_input = next(self.drawn_before).view(-1, 1, 1, 1)
+            local.time_input = next(self.earlier_times).view(-1, 1, 1, 1)
         t = local.time_input.to(images.dtype)
         noises = torch.randn_like(images)
         model_input = (1 - t) * images + t * noises
@@ -676,18 +676,18 @@ class ModelFoundation:
     """Model of SimpleTuner: it samples σ and computes the loss."""
 
     def __init__(self, page: Page | None, times: Iterator[Tensor]):
-        self.page, self.drawn_before, self.network = page, times, Network()
+        self.page, self.earlier_times, self.network = page, times, Network()
 
     def get_trained_component(self, unwrap_model: bool = True) -> nn.Module:
         return self.network.module if unwrap_model else self.network
 
     def sample_flow_sigmas(self, batch: dict[str, Any], state: Any) -> tuple[Tensor, Tensor]:
         if self.page:
-            drawn = self.page.call("simpletuner/helpers/models/common.py:5000", {}, self=self, batch=batch, state=state)
-            if drawn is not None:
-                return drawn
+            times = self.page.call("simpletuner/helpers/models/common.py:5000", {}, self=self, batch=batch, state=state)
+            if times is not None:
+                return times
         elif not batch["evaluates"]:
-            sigmas = next(self.drawn_before)
+            sigmas = next(self.earlier_times)
             return sigmas, 1000.0 * sigmas
         sigmas = torch.sigmoid(torch.randn(len(batch["latents"])))
         return sigmas, sigmas * 1000.0

@@ -29,15 +29,15 @@ def draw_unequal_batches():
     for name in sorted(SAMPLERS):
         specification = Specification(small_sampler(name))
         strategy, context = specification.build(), context_of(specification, Call(), COUNT).arguments
-        drawn = []
+        samples = []
         for counts_by_rank in STEPS[:4]:
             count = counts_by_rank[rank()][0]
             values = {
                 key: value[:count] if hasattr(value, "__len__") and len(value) == COUNT else value
                 for key, value in context.items()
             }
-            drawn.append(strategy.draw(IMAGES[:count], **values).fractions)
-        fractions[name] = torch.cat(drawn)
+            samples.append(strategy.draw(IMAGES[:count], **values).fractions)
+        fractions[name] = torch.cat(samples)
     return fractions
 
 
@@ -107,9 +107,9 @@ def train_on_two_ranks():
 def test_ranks_may_have_unequal_batches(tmp_path):
     first, second = rank_groups.run(train_on_two_ranks, tmp_path, 2)
     del first["fractions"]["listed"]  # it draws four times alone
-    for name, drawn in first["fractions"].items():
+    for name, samples in first["fractions"].items():
         with rank_groups.case(name):
-            assert not set(drawn.tolist()) & set(second["fractions"][name].tolist())
+            assert not set(samples.tolist()) & set(second["fractions"][name].tolist())
     assert len(first["states"]) == 2 * len(SPECIFICATIONS)
     for number, (one, other) in enumerate(zip(first["states"], second["states"], strict=True)):
         with rank_groups.case(repr(SPECIFICATIONS[number // 2])):

@@ -108,8 +108,8 @@ def attach(
         process_group: ranks that share the global batch, or one dimension of a DeviceMesh; None: all ranks.
 
     Raises:
-        ConfigError: hooks cannot follow the optimizer; the strategy measures the network, and `predict` is missing, the
-            network is sharded or the optimizer steps copies of its parameters; or a value is not allowed.
+        ConfigError: hooks cannot follow the optimizer, or a value is not allowed. Or the strategy measures the network,
+            and `predict` is missing, the network is sharded or the optimizer steps copies of its parameters.
     """
     scheduler, convention = process, TimeConvention(as_process(process, timesteps, prediction), time)
     optimizer = _inner_optimizer(optimizer, network, accelerator)
