@@ -48,7 +48,7 @@ BOUNDS_WHEN_LOGGING = {
     "value read in state.TrainingState.is_finite": 1,  # if the loss and gradients are finite
     "value read in base.TableDensity.statistics": 1,
     "value read in info_noise.InfoNoise.statistics": 1,
-    "copy to the host in distributed.gather": 1,  # a and b of a policy
+    "copy to the host in adaptive.Adaptive.statistics": 1,  # a and b of a policy
 }
 BOUNDS_WHEN_MEASURING = {
     "adaptive": {

@@ -5,7 +5,7 @@ from torch import nn
 
 from kairos_timesteps.base import Learned
 from kairos_timesteps.components import SAMPLERS
-from kairos_timesteps.distributed import gather, rank, ranks
+from kairos_timesteps.distributed import gather_objects, rank, ranks
 from kairos_timesteps.strategy import Strategy
 
 GLOBAL_BATCH = 7
@@ -51,7 +51,7 @@ def train(name):
     learned = isinstance(strategy.sampler, Learned) or isinstance(strategy.weighting, Learned)
     for k in range(STEPS if learned else STEPS_WITHOUT_STATE):
         draw = strategy.draw(images[rows], index=range(rows.start, rows.stop), total=GLOBAL_BATCH)
-        draws.append(gather(draw.t).tolist())
+        draws.append(torch.cat(gather_objects(draw.t)).tolist())
         noise = torch.randn(images.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(k))[rows]
         x_t = strategy.process.noised(images[rows], noise, draw.t)
         losses = ((module(x_t, draw.t) - noise) ** 2).mean((1, 2, 3))

@@ -4,6 +4,7 @@
 trainers' sources. No code of a trainer runs here.
 """
 
+import os
 import re
 import sys
 import types
@@ -130,10 +131,10 @@ def test_the_page_of_musubi_works(shape, monkeypatch, tmp_path):
     assert trainer.timesteps.state_dict()["strategy"]["step"] == saved["strategy"]["step"] > 0
 
 
-def test_the_page_of_ai_toolkit_works():
+def test_the_page_of_ai_toolkit_works(tmp_path):
     case = TrainerVariables()
-    self = Namespace(sd=Namespace(unet=None), network=case.network, optimizer=case.optimizer)
-    names = case.run("ai-toolkit", {"self": self, "latents": case.latents, "loss": case.errors})
+    self = Namespace(sd=Namespace(unet=None), network=case.network, optimizer=case.optimizer, save_root=str(tmp_path))
+    names = case.run("ai-toolkit", {"self": self, "latents": case.latents, "loss": case.errors, "os": os})
     case.step(self.timesteps, names["timesteps"] / 1000, noise_is_one)
 
 
@@ -153,7 +154,7 @@ def test_the_page_of_torchtitan_works():
     case = TrainerVariables()
     self = Namespace(parallel_dims=Namespace(dp_enabled=False), config=Namespace(debug=Namespace(seed=None)))
     self.optimizers, self.model_parts = Namespace(optimizers=[case.optimizer]), [case.network]
-    names = case.run("torchtitan", {"self": self, "labels": case.latents})
+    names = case.run("torchtitan", {"self": self, "labels": case.latents}, {})
     case.step(self.timesteps, names["timesteps"], noise_is_one)
 
 

@@ -42,7 +42,7 @@ def draw_unequal_batches():
 
 
 def train_on_unequal_batches():
-    """Train with every strategy that learns, and save its state on the first rank alone."""
+    """Train with every strategy that learns; the first rank alone saves its state and reads values to log."""
     states = []
     for specification in SPECIFICATIONS:
         for scaled in (False, True):
@@ -60,6 +60,7 @@ def train_on_unequal_batches():
                 trainer.step()
                 if rank() == 0:
                     trainer.timesteps.state_dict()
+                    trainer.timesteps.strategy.sampler.statistics()
             states.append(trainer.timesteps.state_dict())
     return states
 

@@ -57,11 +57,6 @@ def batch_group(group: Any) -> Group:
     return process_group
 
 
-def gather(values: Tensor, group: Group = None) -> Tensor:
-    """Concatenate all ranks' values (n, ...) on the CPU, without gradients."""
-    return torch.cat(gather_objects(values.detach().cpu(), group))
-
-
 def join_ranks(values: Tensor, index: Any, total: int, group: Group = None) -> Tensor:
     """Join all ranks' values (n, ...), which are rows `index` of `total`, on their device without synchronisation.
 
@@ -74,15 +69,6 @@ def join_ranks(values: Tensor, index: Any, total: int, group: Group = None) -> T
     global_values[rows] = values.detach()
     sum_tensors([global_values], group)  # every other rank adds zeros to these rows
     return global_values
-
-
-def gather_counts(counts: list[int], device: Any, group: Group = None) -> list[list[int]]:
-    """Gather integers of each rank, on all ranks, in the order of the ranks; the exchange is one tensor on `device`."""
-    table = torch.zeros(ranks(group), len(counts), dtype=torch.int64, device=device)
-    table[rank(group)] = torch.tensor(counts, device=device)
-    sum_tensors([table], group)
-    rows: list[list[int]] = table.tolist()
-    return rows
 
 
 def gather_objects(value: T, group: Group = None) -> list[T]:

@@ -440,10 +440,9 @@ class Strategy:
             observation: the step.
             rows: int64 (n,); None: all rows.
         """
-        device, present = observation.fractions.device, observation.coordinates.batch_size
         count = len(observation.fractions) if rows is None else len(rows)
-        counts_by_rank = distributed.gather_counts([count, present, self._samples[0]], device, self.group)
-        counts, sizes, samples = zip(*counts_by_rank)
+        sizes_of_rank = count, observation.coordinates.batch_size, self._samples[0]
+        counts, sizes, samples = zip(*distributed.gather_objects(sizes_of_rank, self.group))
         if not self._indices_given:  # each rank has counted its own samples, times the number of ranks
             self._samples[0] = sum(samples) // len(samples)
         total = sum(counts)

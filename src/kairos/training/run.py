@@ -409,9 +409,9 @@ class TrainingJob:
         """
         training = self.training
         sampler = training.strategy.sampler
-        statistics = sampler.statistics()  # a collective of samplers that learn, so every rank calls it
         if not self.is_first:
             return
+        statistics = sampler.statistics()
         manifest = training.latents.manifest
         columns = training.strategy.table(training.density_images())
         strategy_facts: dict[str, Any] = {name: statistics.get(name) for name in ("updates", "a", "b")}

@@ -397,8 +397,8 @@ class Adaptive(MeasuresNetwork, Sampler):
         return log_density * advantage + self.entropy * entropy
 
     def statistics(self) -> dict[str, float]:
-        """Return mean a and b of the last batch of all ranks, the number of updates and the last mean reward."""
-        a, b = distributed.gather(self._shape.T, self.group).mean(0).tolist()
+        """Return mean a and b of this rank's last batch, the number of updates and the last mean reward."""
+        a, b = self._shape.cpu().T.mean(0).tolist()
         return {"a": a, "b": b, "reward": self._reward, "updates": self.updates}
 
     def state_dict(self) -> dict[str, Any]:
