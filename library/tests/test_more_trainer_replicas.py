@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as distributed_checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import kairos_timesteps
+from attached_training import load_distributed, save_distributed
 from test_trainer_replicas import (
     BATCH,
     OPTIONS,
@@ -471,13 +471,13 @@ def train_torchtitan(parts, folder, first=0, times=(), validate=True) -> Record:
     trainer = flux_trainer_of(page)
     states = {"train_state": trainer, "model": trainer.model_parts[0], "optimizer": trainer.optimizers}
     if first:
-        distributed_checkpoint.load(states, checkpoint_id=folder / "checkpoint", no_dist=True)
+        load_distributed(states, folder / "checkpoint")
         assert trainer.step == first
     while trainer.step < STEPS:
         trainer.step += 1
         trainer.train_step(record)
         if trainer.step == SAVED_STEP:
-            distributed_checkpoint.save(states, checkpoint_id=folder / "checkpoint", no_dist=True)
+            save_distributed(states, folder / "checkpoint")
         if validate and trainer.step - 1 in VALIDATED_STEPS:
             page.validate(record, trainer.validate)
     return record.finish(model=trainer.model_parts[0])

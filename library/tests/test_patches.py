@@ -243,7 +243,7 @@ def test_without_the_option_the_patch_of_kohya_changes_nothing():
     assert (
         train_kohya("kairos:uniform", v_parameterization=True)[0].timestep_strategy.strategy.process.prediction == "v"
     )
-    with pytest.raises(ConfigError, match="network"):
+    with pytest.raises(ConfigError, match="no predict"):
         train_kohya("kairos:auto")
     with pytest.raises(ValueError):
         train_kohya("os:system")

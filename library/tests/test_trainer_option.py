@@ -194,6 +194,23 @@ def test_tokens_reach_the_density_and_calls_in_another_order_are_rejected():
         uniform.refresh()
     with pytest.raises(kairos_timesteps.errors.ConfigError, match="prediction"):
         trainer_option.build("uniform", "flow", time="noise_is_one", prediction="v")
+    with pytest.raises(kairos_timesteps.errors.ConfigError, match="predict"):
+        trainer_option.build("gradient_norm", "flow", time="data_is_one")
+    measuring = trainer_option.build("gradient_norm", "flow", time="noise_is_one", predict=TinyNetwork())
+    for conditions in ({"y": torch.zeros(8)}, None):
+        measuring.sample(IMAGES, conditions=conditions)
+        measuring.record(torch.ones(8))
+    with pytest.raises(kairos_timesteps.errors.ConfigError, match=r"begin_step.*network"):
+        measuring.begin_step()
+    with pytest.raises(kairos_timesteps.errors.ConfigError, match=r"sample\(conditions=\).*\(none\) and \(y\)"):
+        measuring.begin_step(TinyNetwork())
+    with torch.no_grad():
+        uniform.sample(IMAGES)
+        uniform.record(torch.ones(8))
+    with pytest.raises(kairos_timesteps.errors.ConfigError, match="no loss"):
+        uniform.refresh()
     state = uniform.state_dict()
+    with pytest.raises(kairos_timesteps.errors.ConfigError, match="state"):
+        uniform.load_state_dict({"time": "noise_is_one"})
     with pytest.raises(kairos_timesteps.errors.ConfigError, match="time"):
         trainer_option.build("uniform", "flow", time="data_is_one").load_state_dict(state)

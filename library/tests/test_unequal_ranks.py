@@ -83,11 +83,17 @@ def call_wrappers():
     with pytest.raises(ConfigError) as error, strategy.observe(draw, lambda x_t, t: wrapper(x_t, t), optimizer):
         pass
     messages.append(str(error.value))
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    import torch.distributed.fsdp as fsdp  # takes a second
+
     if hasattr(fsdp, "fully_shard"):
         network = nn.Conv2d(1, 1, 1)
         fsdp.fully_shard(network, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        strategy = Strategy("adaptive", "linear", sampler=options)
+        draw = strategy.draw(IMAGES)
+        with pytest.raises(ConfigError) as error, strategy.observe(draw, lambda x_t, t: network(x_t), optimizer):
+            pass
+        messages.append(str(error.value))
         for name in MEASURING:
             with pytest.raises(ConfigError) as error:
                 attach(name, "linear", optimizer, network, predict=network)
@@ -100,8 +106,36 @@ def call_wrappers():
     return messages
 
 
+class FlatNetwork(TinyNetwork):
+    """Network that accepts no empty batch, as many do."""
+
+    def forward(self, x_t, t):
+        return super().forward(x_t, t).view(len(x_t), -1).view(x_t.shape)
+
+
+def learn_from_one_rank():
+    """Return the state of samplers that measure, after steps in which one rank or none has samples to learn from."""
+    states = []
+    for name in MEASURING:
+        strategy, network = Specification(small_sampler(name)).build(), FlatNetwork()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        for learning_ranks in ({0}, set(), {1}):
+            draw = strategy.draw(IMAGES[: 4 - 2 * rank()])
+            mask = torch.full((len(draw.t),), rank() in learning_ranks)
+            strategy.loss(draw, 1 + draw.fractions.float(), mask)
+            with strategy.observe(draw, network, optimizer):
+                pass
+        states.append(strategy.state_dict())
+    return states
+
+
 def train_on_two_ranks():
-    return {"fractions": draw_unequal_batches(), "states": train_on_unequal_batches(), "messages": call_wrappers()}
+    Strategy("log_normal", "flow").draw(IMAGES[: 4 * rank()])  # one rank has no samples
+    return {
+        "fractions": draw_unequal_batches(),
+        "states": train_on_unequal_batches() + learn_from_one_rank(),
+        "messages": call_wrappers(),
+    }
 
 
 @pytest.mark.timeout(180)
@@ -111,9 +145,9 @@ def test_ranks_may_have_unequal_batches(tmp_path):
     for name, samples in first["fractions"].items():
         with rank_groups.case(name):
             assert not set(samples.tolist()) & set(second["fractions"][name].tolist())
-    assert len(first["states"]) == 2 * len(SPECIFICATIONS)
-    for number, (one, other) in enumerate(zip(first["states"], second["states"], strict=True)):
-        with rank_groups.case(repr(SPECIFICATIONS[number // 2])):
+    names = [repr(specification) for specification in SPECIFICATIONS for _ in range(2)] + MEASURING
+    for name, one, other in zip(names, first["states"], second["states"], strict=True):
+        with rank_groups.case(name):
             assert equal_bits(one, other)
     for messages in (first["messages"], second["messages"]):
         through_wrapper, sharded = messages[:2], messages[2:]

@@ -24,7 +24,7 @@ import copy
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -525,22 +525,8 @@ class Attached:
         learnable = self._micro_batches or not self._learns
         demand(learnable, f"strategy {self.strategy.name}: losses of a step", "none", allowed)
         draws = [draw for draw, _ in self._micro_batches] or [self._draw]
-        conditions_of_micro_batches = [conditions for _, conditions in self._micro_batches if conditions is not None]
-        all_conditions = None
-        if self._measures and conditions_of_micro_batches:
-            condition_names = set()
-            for _, conditions in self._micro_batches:
-                condition_names.add(", ".join(sorted(conditions or {})) or "none")
-            where, allowed = "timesteps(conditions=)", "conditions of the same names in all micro-batches of a step"
-            demand(
-                len(condition_names) == 1,
-                where,
-                " and ".join(f"({names})" for names in sorted(condition_names)),
-                allowed,
-            )
-            all_conditions = {}
-            for name in conditions_of_micro_batches[0]:
-                all_conditions[name] = torch.cat([conditions[name] for conditions in conditions_of_micro_batches])
+        conditions = [conditions for _, conditions in self._micro_batches]
+        all_conditions = join_conditions(conditions, "timesteps(conditions=)") if self._measures else None
         return self.strategy.observe(draws, self.network, self.optimizer, all_conditions)
 
     def _validation_times(
@@ -710,6 +696,20 @@ def _first_sample_value(value: Any) -> Any:
     if np.ndim(value):
         value = value[0]
     return value.item() if hasattr(value, "item") else value
+
+
+def join_conditions(conditions: Sequence[Mapping[str, Tensor] | None], where: str) -> dict[str, Tensor] | None:
+    """Concatenate the conditions of a step's micro-batches, each (batch, ...); None if there are none.
+
+    Raises:
+        ConfigError: they have different names; the message begins with `where`.
+    """
+    names = {", ".join(sorted(of_batch or {})) or "none" for of_batch in conditions}
+    got = " and ".join(f"({of_batch})" for of_batch in sorted(names))
+    demand(len(names) <= 1, where, got, "conditions of the same names in all micro-batches of a step")
+    if not conditions or not conditions[0]:
+        return None
+    return {name: torch.cat([(of_batch or {})[name] for of_batch in conditions]) for name in conditions[0]}
 
 
 def multiply(terms: Tensor, weights: Tensor | None) -> Tensor:

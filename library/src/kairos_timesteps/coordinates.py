@@ -59,7 +59,8 @@ class RandomCoordinates:
             return self.replace(device=batch.device)
         ranks = distributed.ranks(group)
         size = ranks * len(batch)
-        indices = range(distributed.rank(group), size, ranks)
+        rank = distributed.rank(group)
+        indices = range(rank, max(rank, size), ranks)
         return self.replace(sample_indices=indices, batch_size=size, device=batch.device)
 
     def replace(self, **changes: Any) -> "RandomCoordinates":

@@ -52,30 +52,6 @@ class Meter:
         if isinstance(self.network, nn.parallel.DistributedDataParallel):
             self.network = self.network.module
 
-    def demand_independent_calls(self) -> None:
-        """Raise ConfigError if a call of the network waits for other ranks: it is sharded, or calls a wrapper.
-
-        Ranks without samples in a measurement do not call the network, and the others would wait for them. All ranks
-        must call this method: each of them calls the network for its first sample. One rank alone calls nothing.
-        """
-        demand_unsharded(self.network)
-        if distributed.ranks() == 1:
-            return
-
-        def reject(module: nn.Module, _: Any) -> None:
-            allowed = "the module inside, such as model.module: ranks measure different numbers of samples"
-            is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel)
-            demand(not is_wrapper, "predict", "a call of DistributedDataParallel", allowed)
-
-        first = torch.zeros(min(1, len(self.x0)), dtype=torch.int64)
-        hook = nn.modules.module.register_module_forward_pre_hook(reject)
-        try:
-            with torch.no_grad():
-                rows = on_device(first, self.x0.device)
-                self._predict(first, rows, torch.full((1,), 0.5, dtype=torch.float64), "check", dropout=False)
-        finally:
-            hook.remove()
-
     def errors(self, index: Tensor, fractions: Tensor, noise: str, dropout: bool = False) -> Tensor:
         """Measure the squared error of epsilon per sample, float64 (n,) on the CPU, without gradients.
 
@@ -239,6 +215,45 @@ class Meter:
             else:
                 metric.append(torch.ones((), device=parameter.device))
         return metric
+
+
+def demand_independent_calls(
+    process: Process,
+    network: Any,
+    x0: Tensor,
+    conditions: dict[str, Tensor] | None,
+    autocast: AbstractContextManager[Any] | None,
+) -> None:
+    """Raise ConfigError if a call of the network waits for other ranks: it is sharded, or calls a wrapper.
+
+    Ranks without samples in a measurement do not call the network, and the others would wait for them. All ranks must
+    call this function: each of them calls the network once. One rank alone calls nothing.
+
+    Args:
+        process: forward process.
+        network: a module or a function; a DistributedDataParallel wrapper around it is removed.
+        x0: one image or more, (batch, ...).
+        conditions: conditions of the images, each (batch, ...).
+        autocast: context that the network is called in.
+    """
+    demand_unsharded(network)
+    if distributed.ranks() == 1:
+        return
+    network = network.module if isinstance(network, nn.parallel.DistributedDataParallel) else network
+
+    def reject(module: nn.Module, _: Any) -> None:
+        allowed = "the module inside, such as model.module: ranks measure different numbers of samples"
+        is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel)
+        demand(not is_wrapper, "predict", "a call of DistributedDataParallel", allowed)
+        demand_unsharded(module)
+
+    hook = nn.modules.module.register_module_forward_pre_hook(reject)
+    try:
+        t = process.times(torch.full((len(x0),), 0.5, dtype=torch.float64, device=x0.device))
+        with torch.no_grad(), evaluating(network), autocast or nullcontext():
+            process.predict(network, x0, t, conditions)
+    finally:
+        hook.remove()
 
 
 def demand_unsharded(network: Any) -> None:

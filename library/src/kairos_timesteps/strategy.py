@@ -30,7 +30,7 @@ from kairos_timesteps.couplings import Coupling
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, demand, rejection
 from kairos_timesteps.lookup import build_pair, parse_name, table
-from kairos_timesteps.meter import Meter
+from kairos_timesteps.meter import Meter, demand_independent_calls
 from kairos_timesteps.monitoring import preview
 from kairos_timesteps.numeric import Array, on_device
 from kairos_timesteps.options import allowed_names_hint
@@ -180,7 +180,8 @@ class Strategy:
         `observe` ends a step. With gradient accumulation every micro-batch of a step has its own draw and its own call
         of `loss`; `observe` takes the last draw and uses all of them. Ranks of torch.distributed share a global batch
         and do not communicate here: sample i of rank r is sample ``i * ranks + r`` of it. If a rank has fewer samples,
-        the draws of all ranks stay independent; only even points (option ``points``) then need `index` and `total`.
+        the draws of all ranks stay independent. Then only even points (option ``points``) need `index` and `total`.
+        All ranks pass these in a step, or none does.
 
         Args:
             x0: the batch.
@@ -361,7 +362,8 @@ class Strategy:
 
         The sampler learns from all draws since the last `observe` for which `loss` was called: the micro-batches of the
         step. The weighting learns after the block. The losses of the step are then dropped, and `step` is counted up.
-        After an error in the block nothing of this happens.
+        After an error in the block nothing of this happens. If the strategy learns on several ranks, these first
+        exchange their sample counts, which waits for the device.
 
         Args:
             draw: last draw of this step; or a list of the draws whose gradients the optimizer applies. A list drops
@@ -393,11 +395,16 @@ class Strategy:
                 demand(isinstance(values, Tensor), f"observe: conditions.{name}", type(values).__name__, "a tensor")
                 count, rows = len(observation.fractions), f"{len(values)} rows"
                 demand(len(values) == count, f"observe: conditions.{name}", rows, f"{count}, one for each image")
+            if not self._calls_are_checked and self.sampler.measures_in_step(observation.step):
+                assert observation.x0 is not None
+                first_conditions = conditions and {name: values[:1] for name, values in conditions.items()}
+                demand_independent_calls(self.process, network, observation.x0[:1], first_conditions, autocast)
+                self._calls_are_checked = True
         if any(micro_batch.mask is not None for micro_batch in self._micro_batches):
             learned_rows = self._rows_to_learn_from()
             observation = self._renumbered(observation, learned_rows)
             conditions = conditions and {name: values[learned_rows] for name, values in conditions.items()}
-        elif self._needs_sizes_of_ranks(observation.step):
+        elif self._must_exchange_counts(observation.step):
             observation = self._renumbered(observation)
         if isinstance(self.sampler, MeasuresNetwork):
             assert observation.x0 is not None
@@ -406,9 +413,6 @@ class Strategy:
                 autocast, self.group, pass_size=len(draw.x0),
             )  # fmt: skip
             observation = replace(observation, meter=meter)
-            if not self._calls_are_checked and self.sampler.measures_in_step(observation.step):
-                meter.demand_independent_calls()
-                self._calls_are_checked = True
         is_empty = observation.coordinates.batch_size == 0  # the mask of every sample of the step is False
         with nullcontext() if is_empty else self.sampler.observe(observation):
             yield
@@ -417,11 +421,12 @@ class Strategy:
         self.step, self._samples = self.step + 1, [0, sum(self._samples)]
         self._indices_given = False
 
-    def _needs_sizes_of_ranks(self, step: int) -> bool:
-        """Return True if the step learns from samples of several ranks, whose numbers may not cover the global batch.
+    def _must_exchange_counts(self, step: int) -> bool:
+        """Return True if the ranks must exchange their sample counts before the strategy learns from the step.
 
-        Components that follow losses ignore indices without a loss, so they need no sizes if the caller has given
-        `index` and `total`. Samplers that measure the network measure samples by index.
+        Their indices may not cover the global batch. Components that follow losses ignore indices without a loss, so
+        they need no counts if the caller has given `index` and `total`. Samplers that measure the network measure
+        samples by index.
         """
         if distributed.ranks(self.group) == 1:
             return False
@@ -430,11 +435,10 @@ class Strategy:
         return self._learns and not self._indices_given
 
     def _renumbered(self, observation: Observation, rows: Tensor | None = None) -> Observation:
-        """Restrict an observation to some rows of this rank, and number the samples of all ranks without gaps.
+        """Restrict an observation to some rows of this rank, and give the samples of all ranks indices without gaps.
 
-        All ranks must call it. Without `rows` the numbers stay if they cover the global batch. They do not if ranks
-        have different numbers of samples, or if a micro-batch has no loss. Losses and errors are None if no rank has a
-        row.
+        All ranks must call it. Without `rows` the indices stay if they cover the global batch. They do not if ranks
+        have different sample counts, or if a micro-batch has no loss. Losses and errors are None if no rank has a row.
 
         Args:
             observation: the step.

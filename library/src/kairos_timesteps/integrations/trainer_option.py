@@ -1,7 +1,7 @@
 """Strategies behind an option of a trainer: four calls, and no import of kairos in the trainer.
 
 `build` is the entry point ``kairos`` of the group ``timestep_strategies``; docs/trainers/for-maintainers.md describes
-the trainer's side. The trainer says where a step begins and ends, so no hooks are needed.
+the trainer's side. The trainer calls `begin_step` and `refresh`, so no hooks are needed.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kairos_timesteps.attached import average_to_times, multiply, process_with_predict
+from kairos_timesteps.attached import average_to_times, join_conditions, multiply, process_with_predict
+from kairos_timesteps.base import MeasuresNetwork
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import demand
 from kairos_timesteps.strategy import Draw, Strategy
@@ -56,7 +57,10 @@ class StepStrategy:
         Args:
             errors: unweighted squared errors of the samples, (batch, ...).
             weights: further factors of the samples, (batch,), that change the gradient alone.
-            mask: samples that learned components learn from, bool (batch,); None: all.
+            mask: samples that learned components learn from, bool (batch,); None: all. All ranks pass a mask in a step,
+                or none does.
+
+        Without gradients the loss is for a log, and belongs to no step.
 
         Raises:
             ConfigError: `sample` was not called before, or a shape does not match.
@@ -64,7 +68,8 @@ class StepStrategy:
         demand(self._draw is not None, "record", "no draw of this micro-batch", "after sample(latents)")
         assert self._draw is not None
         losses = self.strategy.weighted(self._draw, average_to_times(errors, 1), mask)
-        self._micro_batches.append((self._draw, self._conditions))
+        if torch.is_grad_enabled():
+            self._micro_batches.append((self._draw, self._conditions))
         self._draw = None
         return multiply(losses, weights).mean()
 
@@ -72,14 +77,15 @@ class StepStrategy:
         """Begin a step of the optimizer, after the last backward pass; strategies that measure the network need it.
 
         Raises:
-            ConfigError: no loss was recorded, or the strategy needs a network.
+            ConfigError: no loss was recorded, the strategy needs a network, or micro-batches have conditions of
+                different names.
         """
         demand(self._micro_batches, "begin_step", "no loss in this step", "after record(errors)")
-        conditions = {}
-        for name in self._micro_batches[0][1]:
-            conditions[name] = torch.cat([values[name] for _, values in self._micro_batches])
+        if isinstance(self.strategy.sampler, MeasuresNetwork):
+            demand(network is not None, "begin_step", "no network", "begin_step(network, optimizer), before the step")
+        conditions = join_conditions([conditions for _, conditions in self._micro_batches], "sample(conditions=)")
         draws = [draw for draw, _ in self._micro_batches]
-        self._observation = self.strategy.observe(draws, network, optimizer, conditions or None)
+        self._observation = self.strategy.observe(draws, network, optimizer, conditions)
         self._observation.__enter__()
 
     def refresh(self, skipped: bool = False) -> None:
@@ -113,6 +119,7 @@ class StepStrategy:
                 options.
         """
         demand(state.get("time") == self.time.name, "state: time", repr(state.get("time")), repr(self.time.name))
+        demand("strategy" in state, "state", f"keys {sorted(state)}", "what state_dict returned")
         self.strategy.load_state_dict(state["strategy"], self.device)
         self._draw, self._micro_batches, self._observation = None, [], None
 
@@ -128,6 +135,7 @@ def build(
     sampler: Mapping[str, Any] | None = None,
     weighting: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
+    process_group: Any = None,
 ) -> StepStrategy:
     """Return the strategy of a trainer's option ``kairos:NAME``.
 
@@ -141,10 +149,18 @@ def build(
         sampler: options of the sampler.
         weighting: options of the weighting.
         device: device of the training run, on which a state is restored.
+        process_group: ranks that share the global batch, as for `kairos_timesteps.Strategy`.
 
     Raises:
-        ConfigError: an unknown name or option, or a value that is not allowed; the message lists what is.
+        ConfigError: an unknown name or option, or a value that is not allowed; the message lists the allowed ones. Or
+            the strategy measures the network, and `predict` is missing.
     """
     convention = TimeConvention(as_process(process, prediction=prediction), time)
     process = process_with_predict(predict, convention)
-    return StepStrategy(Strategy(name, process, seed=seed, sampler=sampler, weighting=weighting), convention, device)
+    strategy = Strategy(
+        name, process, seed=seed, sampler=sampler, weighting=weighting, process_group=process_group
+    )  # fmt: skip
+    if isinstance(strategy.sampler, MeasuresNetwork):
+        allowed = "predict=, a function (x_t, t, **conditions) that calls the network as the trainer does"
+        demand(predict is not None, f"strategy {name} measures the network", "no predict", allowed)
+    return StepStrategy(strategy, convention, device)

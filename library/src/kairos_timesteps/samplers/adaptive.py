@@ -335,7 +335,7 @@ class Adaptive(MeasuresNetwork, Sampler):
         errors: Tensor = observation.meter.errors(index, fractions, noise, self.dropout)  # means over an image
         if self.error == "sum":
             assert observation.x0 is not None  # samplers that measure get images of one shape
-            errors = errors * observation.x0[0].numel()
+            errors = errors * math.prod(observation.x0.shape[1:])
         return errors * self.coefficients[t]
 
     def _learn(self, observation: Observation, change: Tensor) -> None:
@@ -356,7 +356,9 @@ class Adaptive(MeasuresNetwork, Sampler):
         advantage = on_device(self.advantage(change)[rows], observation.x0.device).to(self.policy.last.weight.dtype)
         self.optimizer.zero_grad(set_to_none=True)
         a, b = self.policy(observation.x0)
-        log_density = self._log_density(a, b, observation.fractions).reshape(len(a), -1).sum(1)  # over times: (batch,)
+        log_density = self._log_density(a, b, observation.fractions)
+        if log_density.ndim > 1:
+            log_density = log_density.flatten(1).sum(1)  # over times: (batch,)
         entropy = beta_distribution(a, b).entropy()
         (-self.objective(log_density, entropy, advantage).sum() / observation.coordinates.batch_size).backward()
         gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
