@@ -107,7 +107,7 @@ def call_wrappers():
 
 
 class FlatNetwork(TinyNetwork):
-    """Network that accepts no empty batch, as many do."""
+    """Network that accepts no empty batch."""
 
     def forward(self, x_t, t):
         return super().forward(x_t, t).view(len(x_t), -1).view(x_t.shape)
