@@ -237,3 +237,7 @@ def test_every_page_has_the_sections_and_is_in_the_index_and_in_the_navigation()
     for name in not_run:
         assert re.findall(r"^## (\w+)$", pages[name], re.MULTILINE) == SECTIONS, name
         assert "read, not run" in pages[name].lower() and len(pages[name].splitlines()) < 70, name
+    for name, stated in re.findall(r"\]\(([\w-]+\.md)\) \|[^|]*\|[^|\d]*(\d+) lines", table):
+        code = "\n".join(blocks(name.removesuffix(".md"))).splitlines()
+        count = sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in code)
+        assert count == int(stated), f"{name}: {count} lines"

@@ -330,7 +330,7 @@ class Sampler(Stateful):
         return Cost(known=not isinstance(self, MeasuresNetwork))
 
     def statistics(self) -> dict[str, float]:
-        """Return numbers for the log. Call it on all ranks or on none."""
+        """Return numbers for the log. It must not communicate: one rank alone may call it."""
         return {}
 
 

@@ -224,20 +224,21 @@ def demand_independent_calls(
     conditions: dict[str, Tensor] | None,
     autocast: AbstractContextManager[Any] | None,
 ) -> None:
-    """Raise ConfigError if a call of the network waits for other ranks: it is sharded, or calls a wrapper.
+    """Raise ConfigError if calling the network on one rank alone would wait for other ranks.
 
-    Ranks without samples in a measurement do not call the network, and the others would wait for them. All ranks must
-    call this function: each of them calls the network once. One rank alone calls nothing.
+    This happens if its parameters are sharded, or if `predict` calls a DistributedDataParallel wrapper. Ranks without
+    samples in a measurement do not call the network, and the others would wait for them. All ranks must call this
+    function: each of them calls the network once. A single process calls nothing.
 
     Args:
         process: forward process.
         network: a module or a function; a DistributedDataParallel wrapper around it is removed.
-        x0: one image or more, (batch, ...).
+        x0: images, (batch, ...); a rank without images calls nothing.
         conditions: conditions of the images, each (batch, ...).
         autocast: context that the network is called in.
     """
     demand_unsharded(network)
-    if distributed.ranks() == 1:
+    if distributed.ranks() == 1 or len(x0) == 0:
         return
     network = network.module if isinstance(network, nn.parallel.DistributedDataParallel) else network
 
@@ -266,7 +267,7 @@ def demand_unsharded(network: Any) -> None:
         return
     class_names = {kind.__name__ for module in network.modules() for kind in type(module).__mro__}
     sharded = sorted(class_names & {"FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"})
-    allowed = "DistributedDataParallel, or a strategy that does not measure the network (kairos strategies list)"
+    allowed = "DistributedDataParallel, or a strategy that does not measure the network, such as loss_rms"
     demand(
         not sharded, "network", f"parameters sharded over {distributed.ranks()} ranks ({', '.join(sharded)})", allowed
     )

@@ -110,7 +110,8 @@ class Preset:
     def attach_call(self) -> str:
         """Return the call of `kairos_timesteps.attach` with this preset, as code with `optimizer` and `network`.
 
-        Its time is that of the trainer for flow models, sigma, or an index of Stable Diffusion's schedule.
+        For flow models ``time`` is ``noise_is_one``; change it if t = 1 is data in the trainer. Otherwise t is sigma,
+        or an index of Stable Diffusion's schedule (``scaled_linear``).
         """
         row = _ROWS[self.name]
         (sampler, sampler_options), (weighting_name, weighting_options) = (

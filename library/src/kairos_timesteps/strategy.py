@@ -362,8 +362,10 @@ class Strategy:
 
         The sampler learns from all draws since the last `observe` for which `loss` was called: the micro-batches of the
         step. The weighting learns after the block. The losses of the step are then dropped, and `step` is counted up.
-        After an error in the block nothing of this happens. If the strategy learns on several ranks, these first
-        exchange their sample counts, which waits for the device.
+        After an error in the block nothing of this happens.
+
+        Ranks first exchange their sample counts, which waits for the device, if the strategy measures the network in
+        this step, or learns and `index` was not passed to `draw`.
 
         Args:
             draw: last draw of this step; or a list of the draws whose gradients the optimizer applies. A list drops
