@@ -1,4 +1,4 @@
-"""CPU time around the work of a job: the end of its process, and fingerprints of code, before and after a change.
+"""CPU time around the work of a job: imports, and the end of its process, before and after a change.
 
     python benchmarks/process_costs.py --out benchmarks/results/process_costs.csv
 
@@ -9,9 +9,6 @@ Columns: part; CPU seconds before and after, medians of the rounds; their ratio.
 - ``end of a fork``: the end of a fork of that process, as jobs of the fork server are.
 - ``autoencoder``: the import of the autoencoder's module after torch, with the packages of diffusers' pipelines and, as
   in commands, without them (`kairos.quick_imports`).
-- ``fingerprint``: a process that computes the fingerprint of a training run, without and with the summaries of modules
-  in the user's cache.
-- ``dry run``: ``snakemake -n`` of the demo, without and with these summaries.
 """
 
 import argparse
@@ -21,7 +18,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from result_file import write_rows
@@ -43,26 +39,15 @@ after = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, flush=True)
 os._exit(0)
 """
-FINGERPRINT = """
-from kairos.config import load
-from kairos.fingerprint import fingerprint
-from kairos.training.identity import code_roots
-fingerprint(code_roots(load("params.yaml").run_settings("uniform", 1)))
-"""
-DRY_RUN = [sys.executable, "-m", "snakemake", "-n", "--quiet", "all", "--configfile", "params.yaml"]
 
 
-def cpu_seconds(command: list[str], cache: Path | None = None) -> float:
+def cpu_seconds(command: list[str]) -> float:
     """Run a command in the root of the repository with one thread; return the CPU seconds of its processes.
-
-    `cache` is the user's cache folder for the command; None: unchanged.
 
     Raises:
         subprocess.CalledProcessError: the command fails.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if cache is not None:
-        environment["XDG_CACHE_HOME"] = str(cache)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -100,14 +85,6 @@ def measure_fork() -> tuple[float, float]:
     return seconds[0], seconds[1]
 
 
-def measure_cache(command: list[str]) -> tuple[float, float]:
-    """Return the CPU seconds of a command without and with summaries of modules in the cache."""
-    with tempfile.TemporaryDirectory() as cache:
-        with_empty_cache = cpu_seconds(command, Path(cache))  # fills the cache
-        with_summaries = cpu_seconds(command, Path(cache))
-    return with_empty_cache, with_summaries
-
-
 def main() -> None:
     """Measure every part in rounds; print and write a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -118,8 +95,6 @@ def main() -> None:
         "end": measure_end,
         "end of a fork": measure_fork,
         "autoencoder": measure_autoencoder,
-        "fingerprint": lambda: measure_cache([sys.executable, "-c", FINGERPRINT]),
-        "dry run": lambda: measure_cache(DRY_RUN),
     }
     rows = []
     for part, measure in parts.items():

@@ -25,6 +25,7 @@ from kairos.models.backbone import Backbone
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.report.analysis_figures import _draw_interdependence, _draw_subset_size, write_analysis
 from kairos.training.state import TrainingState
+from kairos.workflow.layout import Layout
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.randomness import Stream
@@ -478,12 +479,12 @@ def test_bad_arguments_of_analyse_are_rejected(tmp_path, capsys):
 
 
 def test_changing_the_milestones_of_an_analysis_reruns_no_measurement():
-    from kairos.workflow.dependencies import collect_params
-
-    one_milestone = validate(experiment({"uniform": {}}, analyses=[{"name": "areas", "milestones": [20]}]))
-    all_milestones = validate(experiment({"uniform": {}}, analyses=["areas"]))
-    assert collect_params("measure_areas", one_milestone) == collect_params("measure_areas", all_milestones)
-    assert collect_params("analyse_areas", one_milestone) != collect_params("analyse_areas", all_milestones)
+    one_milestone, all_milestones = (
+        Layout(validate(experiment({"uniform": {}}, analyses=[analysis])), Path("unused"))
+        for analysis in ({"name": "areas", "milestones": [20]}, "areas")
+    )
+    assert one_milestone.dependencies("measure_areas") == all_milestones.dependencies("measure_areas")
+    assert one_milestone.dependencies("analyse_areas") != all_milestones.dependencies("analyse_areas")
 
 
 ANALYSES_IN_YAML = """

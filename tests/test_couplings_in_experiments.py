@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from kairos.data.latents import open_latents
-from kairos.training.identity import code_roots, trajectory_settings
 from kairos.training.loop import train_steps
-from kairos.training.settings import read_run_settings
 from kairos_timesteps.errors import ConfigError
 from training_case import build_training, experiment, make_latents
 
@@ -19,23 +17,10 @@ METHODS = {
 }
 
 
-def test_the_default_coupling_does_not_change_the_configuration_or_the_identity():
+def test_the_default_coupling_may_be_left_out():
     plain = experiment(METHODS)
-    assert plain["methods"]["uniform"] == plain["methods"]["usual"] and "coupling" not in plain["methods"]["uniform"]
+    assert plain["methods"]["uniform"] == plain["methods"]["usual"]
     assert plain["methods"]["nearest"]["coupling"] == {"name": "nearest", "k": 3}
-    roots = {name: {"kairos_timesteps.couplings:Assignment", "kairos_timesteps.couplings:Nearest"} for name in METHODS}
-    runs = {name: read_run_settings(plain, name, 0) for name in METHODS}
-    code = {name: sorted(roots[name] & {*code_roots(run)}) for name, run in runs.items()}
-    assert code == {
-        "uniform": [],
-        "usual": [],
-        "assignment": ["kairos_timesteps.couplings:Assignment"],
-        "nearest": ["kairos_timesteps.couplings:Nearest"],
-    }
-    depends_on_ranks = [
-        name for name, run in runs.items() if "processes" in trajectory_settings(run.training, run.method)
-    ]
-    assert depends_on_ranks == ["assignment"]  # each rank assigns noise within its slice of the batch
 
 
 def test_a_bad_option_of_a_coupling_is_rejected():

@@ -126,7 +126,7 @@ def test_statistics_of_real_images_are_measured_again_by_changed_code(
 
     before = count_cached()
     assert before > 0
-    monkeypatch.setattr(reference, "fingerprint", lambda roots: "0" * 16)
+    monkeypatch.setattr(reference, "hash_modules", lambda modules: "0" * 16)
     assert count_cached() == before + 1
     monkeypatch.undo()
     monkeypatch.chdir(experiment)
@@ -177,32 +177,6 @@ def test_a_setting_that_changes_results_excludes_them(tmp_path: Path, section: s
             collect(load(config), results, unfinished)
 
 
-@pytest.mark.parametrize(
-    ("section", "setting", "option", "field"),
-    [
-        ("model", {"name": "dit", "mlp_ratio": 2.0}, "mlp_ratio", "model.mlp_ratio: 4.0 → 2.0"),
-        ("methods", {"uniform": {"sampler": {"name": "uniform", "floor": 0.1}}}, "floor", "sampler.floor: 0.0 → 0.1"),
-    ],
-)
-def test_an_option_that_a_record_lacks_counts_as_its_default(
-    tmp_path: Path, section: str, setting: dict, option: str, field: str
-) -> None:
-    """Records of versions of kairos without an option do not contain it."""
-    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
-    for path in results.glob("uniform/seed0/milestones/*/milestone.json"):
-        record = read_json(path)
-        record["config"]["model"].pop(option, None)
-        for method in record["config"]["methods"].values():
-            method["sampler"].pop(option, None)
-        write_json(path, record)
-    assert collect(load(config), results, unfinished=True).outdated == ()
-    values = yaml.safe_load(config.read_text())
-    values[section] = {**values[section], **setting} if isinstance(values.get(section), dict) else setting
-    config.write_text(yaml.safe_dump(values))
-    with pytest.raises(KairosError, match=re.escape(field)):
-        collect(load(config), results, unfinished=True)
-
-
 COUPLING = ("methods", ("uniform", "coupling"), "methods.uniform.coupling.name")
 DTYPE = ("autoencoder", ("dtype",), "autoencoder.dtype")
 
@@ -216,7 +190,7 @@ DTYPE = ("autoencoder", ("dtype",), "autoencoder.dtype")
         (*DTYPE, "float32", "float16"),
     ],
 )
-def test_results_of_another_value_are_excluded_although_the_default_is_not_recorded(
+def test_results_of_another_value_are_excluded(
     tmp_path: Path, section: str, keys: tuple[str, ...], field: str, before: str, now: str
 ) -> None:
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))

@@ -14,10 +14,10 @@ from kairos import devices
 from kairos.cli import main
 from kairos.config import freeze, load, plugins, validate
 from kairos.files import read_json
-from kairos.fingerprint import fingerprint
-from kairos.training.identity import code_roots, compute_identity
+from kairos.stages import TRAIN, hash_stage_code
+from kairos.training.identity import compute_identity
 from kairos.training.settings import read_run_settings
-from kairos.workflow import dependencies
+from kairos.workflow.layout import Layout
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import ConfigError, KairosError
 from training_case import experiment, hashes, make_latents, train_command, write_experiment
@@ -195,7 +195,7 @@ def test_an_unusable_list_is_reported_in_one_line(value, message, folder):
 def test_a_plugin_that_only_another_experiment_lists_is_rejected(folder):
     plain = make_case()
     del plain["plugins"]
-    with pytest.raises(ConfigError, match=r"methods.power: my_strategies:Power is from .*; list that file in plugins"):
+    with pytest.raises(ConfigError, match=r"methods.power: uses .*my_strategies.py; list that file in plugins"):
         validate(plain)
 
 
@@ -211,28 +211,25 @@ def test_a_file_is_imported_once_for_each_content(folder):
     assert make_case(methods={"a": {"sampler": "test_power"}})["methods"]["a"]["sampler"]["exponent"] == 4
 
 
-def fingerprint_methods(**changes):
-    """Read the plugin file again and return the code fingerprint of each method."""
-    plain = make_case(**changes)
-    return {method: fingerprint(code_roots(read_run_settings(plain, method, 0))) for method in plain["methods"]}
+def hash_methods(*files, **changes):
+    """Read the plugin files again and return the hash of each method's code."""
+    plain = make_case(*files, **changes)
+    runs = {method: read_run_settings(plain, method, 0) for method in plain["methods"]}
+    return {method: hash_stage_code(TRAIN, run.sections) for method, run in runs.items()}
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("p**self.exponent", "p**self.exponent + 0", {"power"}),
-        ("SCALE = 1", "SCALE = 1.0", {"power"}),
-        ("snr.clip(None, self.limit)", "snr.clip(0, self.limit)", {"power"}),
-        ("(Coupling):\n    pass", "(Coupling):\n    extra = 1", {"coupled"}),
-        ("p * p", "p * p * p", set()),
+        ("p**self.exponent", "p**self.exponent + 0", {"power", "coupled"}),
+        ("SCALE = 1", "SCALE = 1.0", {"power", "coupled"}),
         ("SCALE = 1", "# a comment\n\nSCALE = 1", set()),
-        ('"a power of a uniform number"', '"better words"', set()),
     ],
 )
-def test_the_identity_contains_only_code_that_the_method_uses(folder, old, new, expected):
-    before = fingerprint_methods()
+def test_an_edit_of_a_plugin_counts_for_the_methods_that_use_it(folder, old, new, expected):
+    before = hash_methods()
     edit(old, new)
-    after = fingerprint_methods()
+    after = hash_methods()
     assert {method for method in before if before[method] != after[method]} == expected
 
 
@@ -255,36 +252,31 @@ def test_decorated_functions_are_components(folder, capsys):
     Path("functions.py").write_text(FUNCTIONS)
     methods = {"uniform": {}, "late": {"sampler": {"name": "test_late", "exponent": 3.0}, "weighting": "test_bounded"}}
 
-    def fingerprint_methods():
-        plain = make_case("functions.py", methods=methods)
-        return [fingerprint(code_roots(read_run_settings(plain, method, 0))) for method in methods]
-
-    uniform, late = fingerprint_methods()
+    before = hash_methods("functions.py", methods=methods)
     write_experiment(Path("case.yaml"), make_case("functions.py", methods=methods))
     assert main(["check", "case.yaml"]) == 0
     assert re.search(r"late +test_late \(exponent 3.0\) +test_bounded", capsys.readouterr().out)
-    edit('"a power"', '"other words"', "functions.py")
-    assert fingerprint_methods() == [uniform, late]
     edit("u**exponent", "u ** (exponent + 1)", "functions.py")
-    assert fingerprint_methods()[0] == uniform and fingerprint_methods()[1] != late
+    after = hash_methods("functions.py", methods=methods)
+    assert [method for method in methods if before[method] != after[method]] == ["late"]
     edit("test_late", "mode", "functions.py")
     with pytest.raises(ConfigError, match=r"plugins: functions.py, line 5: Mode: a sampler of kairos has this name"):
-        fingerprint_methods()
+        hash_methods("functions.py", methods=methods)
 
 
 def test_code_that_a_plugin_imports_from_its_folder_counts(folder):
     edit("SCALE = 1", "from scale_of_test import SCALE")
     Path("scale_of_test.py").write_text("SCALE = 1\nOTHER = 1\n")
-    before = fingerprint_methods()
+    before = hash_methods()
     assert plugins.source_files(["my_strategies.py"]) == ["my_strategies.py", "scale_of_test.py"]
     kept = freeze(validate(make_case()))
     edit("OTHER = 1", "OTHER = 2", "scale_of_test.py")
     edit("SCALE = 1", "SCALE = 2", "scale_of_test.py")
-    code = f"from kairos.config import load; from kairos.config.plugins import plugin_fingerprints\n\
-print(plugin_fingerprints(load({str(kept)!r}).methods)['my_strategies:Power'])"
+    code = f"from kairos.config import load; from kairos.config.plugins import hash_plugins\n\
+print(hash_plugins(load({str(kept)!r}).methods)['my_strategies'])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert printed != read_json(plugins.fingerprints_file(kept))["my_strategies:Power"]
-    assert before == fingerprint_methods()  # this process has imported the earlier text
+    assert printed != read_json(plugins.plugin_hashes_file(kept))["my_strategies"]
+    assert before == hash_methods()  # this process has imported the earlier text
 
 
 def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
@@ -293,31 +285,26 @@ def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
     identities = [
         compute_identity(read_run_settings(plain, method, 0), manifest, "cpu")["identity"] for method in METHODS
     ]
-    stages = [
-        dependencies.collect_params(stage, validate(plain), "power")
-        for stage in ("prepare", "train", "sample", "evaluate", "report")
-    ]
+    stages = ("prepare", "train", "sample", "evaluate", "report")
+    layout = Layout(validate(plain), Path("unused"))
+    before = [layout.dependencies(stage, "power") for stage in stages]
     without = experiment({"uniform": {}})
     assert compute_identity(read_run_settings(without, "uniform", 0), manifest, "cpu")["identity"] == identities[0]
-    assert "plugins" not in without
     plugins.forget("my_strategies")
     Path("my_strategies.py").rename("deep/renamed.py")
     moved = make_case("deep/renamed.py")
     assert [
         compute_identity(read_run_settings(moved, method, 0), manifest, "cpu")["identity"] for method in METHODS
     ] == identities
-    stages_after = [
-        dependencies.collect_params(stage, validate(moved), "power")
-        for stage in ("prepare", "train", "sample", "evaluate", "report")
-    ]
-    assert stages_after == stages
+    layout = Layout(validate(moved), Path("unused"))
+    assert [layout.dependencies(stage, "power") for stage in stages] == before
 
 
 def test_the_identity_contains_the_imported_text(folder):
-    before, plain = fingerprint_methods(), make_case()
+    before, plain = hash_methods(), make_case()
     edit("p**self.exponent", "p")
-    assert fingerprint(code_roots(read_run_settings(plain, "power", 0))) == before["power"]
-    assert fingerprint_methods()["power"] != before["power"]
+    assert hash_stage_code(TRAIN, read_run_settings(plain, "power", 0).sections) == before["power"]
+    assert hash_methods()["power"] != before["power"]
 
 
 def test_a_frozen_experiment_records_the_code_of_its_plugins(folder):
@@ -330,10 +317,10 @@ def test_a_frozen_experiment_records_the_code_of_its_plugins(folder):
         plugins.check_unedited(first, method, config.methods[method])
     edit("p**self.exponent", "p")
     config = validate(make_case())
-    for method in ("uniform", "coupled"):
-        plugins.check_unedited(first, method, config.methods[method])
-    with pytest.raises(KairosError, match=r"my_strategies.py: the code of method power was edited after this run"):
-        plugins.check_unedited(first, "power", config.methods["power"])
+    plugins.check_unedited(first, "uniform", config.methods["uniform"])
+    for method in ("power", "coupled"):
+        with pytest.raises(KairosError, match=rf"my_strategies.py: the code of method {method} was edited after this"):
+            plugins.check_unedited(first, method, config.methods[method])
     second = freeze(config)
     assert second != first
     plugins.check_unedited(second, "power", config.methods["power"])
@@ -397,7 +384,8 @@ def test_dvc_depends_on_plugin_files(folder, capsys):
     assert main(table) == 0
     second = yaml.safe_load(Path("table.yaml").read_text())
     assert {stage for stage in first if first[stage] != second[stage]} == {"train"}
-    assert {method for method in METHODS if first["train"][method] != second["train"][method]} == {"power"}
+    changed = {method for method in METHODS if first["train"][method] != second["train"][method]}
+    assert changed == {"power", "coupled"}  # both are in the file
     write_experiment(Path("params.yaml"), experiment({"uniform": {}}, experiment="demo", evaluation__num_samples=200))
     assert main(table) == 1
     assert Path("workflow/dvc.yaml").read_text() == before

@@ -28,7 +28,7 @@ import json, os, sys
 from pathlib import Path
 import smart_open
 import kairos.workflow.layout
-from kairos.fingerprint import fingerprint
+from kairos.stages import hash_modules
 from snakemake.api import SnakemakeApi
 from snakemake.settings.types import ConfigSettings, OutputSettings, ResourceSettings
 
@@ -42,7 +42,7 @@ def write_jobs(name):
         resources = [dict(job.resources.items()) for job in jobs]
     Path(f"{name}.json").write_text(json.dumps(list(zip(rules, resources))))
 
-fingerprint(["kairos.cli"])  # hash the modules once for all forks
+hash_modules(["kairos.report.build", "kairos.training.run"])  # hash the modules once for all forks
 for name in sys.argv[1:]:  # each in a fork: a process has one experiment
     child = os.fork()
     if child == 0:

@@ -383,7 +383,7 @@ def test_a_probe_changes_nothing_but_the_log(register_component, latents, tmp_pa
     assert all(line["gradient_size"]["largest"] > 0 for line in read_metrics(tmp_path / "a"))
     weights = [tmp_path / run / "milestones" / "0000004" / "raw" for run in "ab"]
     assert (weights[0] / WEIGHTS).read_bytes() == (weights[1] / WEIGHTS).read_bytes()
-    assert first["identity"] != second["identity"]  # its code runs in the training, so the fingerprint covers it
+    assert first["identity"] != second["identity"]  # its code runs in the training, so it belongs to the code
 
 
 def gradient_size(options):

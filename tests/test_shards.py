@@ -20,7 +20,6 @@ from kairos.data.latents import open_latents
 from kairos.files import read_json
 from kairos.sampling.samples_file import open_samples, write_samples
 from kairos.shards import Shard
-from kairos.workflow.dependencies import collect_params
 from kairos.workflow.dvc_records import select_jobs
 from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -321,7 +320,7 @@ def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
     one = create_layout(autoencoder={"kind": "train"}, sampling={"batch_size": 32}, seeds=[0, 1])
     for stage in ("autoencoder", "encode", "sample"):  # another number of shards reruns no complete stage
         method = "uniform" if stage == "sample" else None
-        assert collect_params(stage, one.experiment, method) == collect_params(stage, sharded.experiment, method)
+        assert one.dependencies(stage, method) == sharded.dependencies(stage, method)
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
+from pydantic import ConfigDict, ValidationInfo, field_validator
 
 from kairos.components import component
 from kairos.forward_process import prediction_name, select_prediction
@@ -77,14 +77,3 @@ class MethodConfig(Section):
         if self.coupling.name == "independent":
             return self.sampler, self.weighting
         return self.sampler, self.weighting, self.coupling
-
-    @model_serializer(mode="wrap")
-    def _omit_default_coupling(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the serialised fields, without `coupling` if it is the default, ``independent``.
-
-        Methods from before couplings existed thereby keep their hash.
-        """
-        values: dict[str, Any] = serialize(self)
-        if self.coupling.name == "independent":
-            values.pop("coupling", None)
-        return values

@@ -52,6 +52,7 @@ for segment in layout.segments:
                 gpu=layout.gpus_per_job,
             params:
                 **layout.rule_params(name, segment),
+                num=layout.experiment.evaluation.num_samples * layout.experiment.evaluation.sets,
                 options=layout.sampling_options,
                 milestones=repeat_option("--milestone", folders_of("milestones")),
                 out=repeat_option("--out", paths_of("images")),

@@ -78,9 +78,9 @@ def functions(path, *names):
     """Return the source of functions of a released file, which it must contain once, by name."""
     lines = (HELPERS / path).read_text(encoding="utf-8").splitlines(keepends=True)
     nodes = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.FunctionDef)]
-    found = {node.name: "".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes if node.name in names}
-    assert sum(node.name in names for node in nodes) == len(found) == len(names)
-    return {name: textwrap.dedent(source) for name, source in found.items()}
+    definitions = {node.name: "".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes if node.name in names}
+    assert sum(node.name in names for node in nodes) == len(definitions) == len(names)
+    return {name: textwrap.dedent(source) for name, source in definitions.items()}
 
 
 def evaluation_statement(strategy):

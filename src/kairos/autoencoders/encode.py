@@ -20,9 +20,9 @@ from kairos.data.dataset import PreparedDataset
 from kairos.data.pixels import reduce_resolution
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
 from kairos.files import check_files, lock_folder, open_record, sha256_json, sync_to_disk, write_json
-from kairos.fingerprint import fingerprint
 from kairos.shapes import EncodedImages, Images
 from kairos.shards import AGAIN, Shard, order_shards
+from kairos.stages import hash_modules
 from kairos_timesteps.errors import ConfigError, KairosError
 
 # files of arrays that the stage may write: moments of the images and of the flipped images
@@ -77,8 +77,8 @@ def encode(
         "threads": torch.get_num_threads(),
         "device": codec.device.type,
         "torch": torch.__version__,
-        "code": fingerprint([__name__]),
-        **_record_dtype(dtype),
+        "code": hash_modules([__name__]),
+        "dtype": dtype,
     }
     if shard is not None:
         return _encode_shard(dataset, codec, out, identity, shard)
@@ -136,7 +136,7 @@ def _describe_content(
         "autoencoder_sha256": codec.manifest["sha256"],
         "dataset_sha256": dataset.manifest["content_sha256"],
         "files": files,
-        **_record_dtype(dtype),
+        "dtype": dtype,
     }
     conditions = dict(dataset.manifest["conditions"])
     if factor:
@@ -147,11 +147,6 @@ def _describe_content(
         manifest["text_sha256"] = text_manifest["content_sha256"]
     manifest["conditions"] = conditions
     return {**manifest, "content_sha256": sha256_json(manifest)}
-
-
-def _record_dtype(dtype: str) -> dict[str, str]:
-    """Return ``{"dtype": dtype}`` for a record, or nothing for float32, so that hashes of older records stay valid."""
-    return {} if dtype == "float32" else {"dtype": dtype}
 
 
 def _relative_path(folder: Path, start: Path) -> str:
@@ -229,7 +224,7 @@ def _merge_shards(folders: Sequence[Path], identity: dict[str, Any], partial: Pa
     # Check the shards. Merging computes nothing, so this process may have another device or version of torch than they:
     # the expected values are those of the first shard.
     shard_identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
-    shard_identity["dtype"] = identity.get("dtype")  # None for float32, which is absent from the records of shards
+    shard_identity["dtype"] = identity["dtype"]
     ordered_positions = order_shards(list(zip(folders, records)), shard_identity, len(rows), batch_size)
     for folder, record in zip(folders, records):
         check_files(folder, record["files"], AGAIN)
@@ -267,7 +262,7 @@ def _encode_moments(
         KairosError: a latent is not finite, or too large for the data type on disk.
     """
     factor = identity["low_resolution"]
-    dtype = np.dtype(identity.get("dtype", "float32"))
+    dtype = np.dtype(identity["dtype"])
     suffixes = ("", "_flipped") if identity["flips"] else ("",)
 
     def compute(indices: IntegerArray) -> dict[str, RowArray]:

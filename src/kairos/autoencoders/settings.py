@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from kairos.section import Section, field
 from kairos_timesteps.errors import ConfigError, demand
@@ -66,17 +66,6 @@ class AutoencoderConfig(Section):
         """
         levels = len(self.channels)
         check_image_size(shape, self.factor, f"an autoencoder with {levels} levels (autoencoder.channels)")
-
-    @model_serializer(mode="wrap")
-    def _omit_default_dtype(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the values of the fields as plain data, without `dtype` if it is float32.
-
-        So the hashes of experiments from before the field existed do not change.
-        """
-        values: dict[str, Any] = serialize(self)
-        if self.dtype == "float32":
-            values.pop("dtype", None)  # absent if a caller excludes it
-        return values
 
 
 def check_image_size(shape: tuple[int, int, int], factor: int, autoencoder: str) -> None:

@@ -15,11 +15,11 @@ from kairos.autoencoders.codec import REMEDY, downsampling
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.files import atomic, sha256_json
-from kairos.fingerprint import fingerprint
 from kairos.finite import demand_finite
 from kairos.progress import ProgressBar, log
 from kairos.quick_imports import without_pipeline_packages
 from kairos.shapes import Images
+from kairos.stages import hash_modules
 from kairos_timesteps.errors import DivergedError, KairosError
 from kairos_timesteps.optimizers import Adam
 from kairos_timesteps.randomness import Stream, derived_seed
@@ -97,7 +97,7 @@ def train(
         # the excluded fields do not change the steps
         "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size", "dtype", "shards"}),
         "dataset": dataset.manifest["content_sha256"],
-        "code": fingerprint([__name__]),
+        "code": hash_modules([__name__]),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "device": device.type,

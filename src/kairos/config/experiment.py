@@ -15,9 +15,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
-    SerializerFunctionWrapHandler,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -25,7 +23,7 @@ from kairos.analyses.settings import ANALYSES, AnalysisOptions, check_analyses
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.components import component
 from kairos.config.consistency import check_consistency
-from kairos.config.plugins import check_listed, fingerprints_file, load_plugins, plugin_fingerprints
+from kairos.config.plugins import check_listed, hash_plugins, load_plugins, plugin_hashes_file
 from kairos.config.published_results import ClaimConfig, KnownConfig, PublishedConfig
 from kairos.config.reading import read_experiment_file
 from kairos.config.sweeps import expand_grids
@@ -134,19 +132,6 @@ class Experiment(Section):
         A value that is not a mapping is returned unchanged, since pydantic rejects it afterwards.
         """
         return expand_grids(methods) if isinstance(methods, dict) else methods
-
-    @model_serializer(mode="wrap")
-    def _omit_unset_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the serialised fields without `plugins`, `analyses`, `published`, `claim`, `known` if empty or None.
-
-        Experiments from before these fields thereby keep their hash.
-        """
-        fields: dict[str, Any] = serialize(self)
-        for name in ("plugins", "analyses", "published", "claim", "known"):
-            is_unset = name in fields and not fields[name]
-            if is_unset:
-                del fields[name]
-        return fields
 
     @model_validator(mode="after")
     def _check_and_resolve(self) -> Self:
@@ -315,17 +300,16 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
     """Write the resolved configuration for jobs to read, so that later edits change no running job; return its path.
 
     The file is ``<experiment>-<hash>.yaml``, with 16 digits of the hash of the configuration and of the plugins' code.
-    If methods use plugins, a second file contains the fingerprint of each component of a plugin, see
-    `plugins.check_unedited`. A file that exists is not written again. Its modification time becomes the present time,
-    so that the newest file is the experiment that was frozen last.
+    If methods use plugins, a second file contains the hash of each plugin's code, see `plugins.check_unedited`. A file
+    that exists is not written again. Its modification time becomes the present time, so that the newest file is the
+    experiment that was frozen last.
     """
     plain = experiment.plain()
-    fingerprints = plugin_fingerprints(experiment.methods)
-    hashed_content = [plain, fingerprints] if fingerprints else plain  # without plugins, the hash of earlier versions
-    path = Path(folder) / f"{experiment.experiment}-{sha256_json(hashed_content)[:16]}.yaml"
-    # the fingerprints first, so that a frozen experiment never lacks them
-    if fingerprints and not fingerprints_file(path).exists():
-        write_json(fingerprints_file(path), fingerprints)
+    plugin_hashes = hash_plugins(experiment.methods)
+    path = Path(folder) / f"{experiment.experiment}-{sha256_json([plain, plugin_hashes])[:16]}.yaml"
+    # the hashes first, so that a frozen experiment never lacks them
+    if plugin_hashes and not plugin_hashes_file(path).exists():
+        write_json(plugin_hashes_file(path), plugin_hashes)
     if path.exists():
         with suppress(OSError):  # another user's file, or a read-only file system
             os.utime(path)

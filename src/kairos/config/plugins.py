@@ -1,8 +1,7 @@
 """Plugin files: Python modules of a user that register samplers, weightings and couplings.
 
 ``plugins: [my_strategies.py]`` in an experiment file imports the file as module ``my_strategies`` before methods are
-checked. The module name is the file name on every machine, since fingerprints contain it. Modules in the folder of a
-plugin file can be imported by it.
+checked. Modules in the folder of a plugin file can be imported by it.
 """
 
 import importlib
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kairos import quick_imports
+from kairos.code_hash import PACKAGES, find_file, list_files, set_source
 from kairos.files import read_json
-from kairos.fingerprint import fingerprint, modules, roots_of, set_source
+from kairos.stages import hash_modules, modules_of
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import ConfigError, KairosError
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kairos.diffusion import MethodConfig
 
 _REGISTRIES = {"sampler": SAMPLERS, "weighting": WEIGHTINGS, "coupling": COUPLINGS}
-_PACKAGES = ("kairos", "kairos_timesteps")
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,15 @@ def _load(file: str) -> None:
 def _execute(file: str, text: str, spec: ModuleSpec) -> None:
     """Execute the text of a plugin file as a module in `sys.modules`; the file is not read again.
 
-    Fingerprints refer to the text from now on. If an error is raised, the plugin is forgotten, see `forget`. `file` is
-    only for error messages.
+    Hashes of code refer to the text from now on. If an error is raised, the plugin is forgotten, see `forget`. `file`
+    is only for error messages.
 
     Raises:
         ConfigError: the text raises an error or exits; the message contains its line.
     """
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     source = str(spec.origin)
-    set_source(Path(source), text)
+    set_source(Path(source), text.encode())
     try:
         # not by the loader, which would read the file again: it may have been edited since `text` was read
         exec(compile(text, source, "exec"), vars(module))
@@ -189,19 +188,10 @@ def forget(name: str) -> None:
             del registry[component_name]
 
 
-def _plugin_roots(method: "MethodConfig") -> list[str]:
-    """Return the definitions in plugins that a method uses, as roots of a fingerprint: ``my_strategies:Ramp``.
-
-    Definitions outside of the plugins that this process has imported are left out.
-    """
-    roots = [root for component in method.components for root in roots_of(component)]
-    return [root for root in roots if _module_of(root) in _plugins]
-
-
-def _module_of(root: str) -> str:
-    """Return the module name in a root of a fingerprint: ``my_strategies`` in ``my_strategies:Ramp``."""
-    module, _, _ = root.partition(":")
-    return module
+def _plugin_modules(method: "MethodConfig") -> list[str]:
+    """Return the plugin modules that a method's sampler, weighting and coupling are from, sorted."""
+    components = (method.sampler, method.weighting, method.coupling)
+    return sorted({module for component in components for module in modules_of(component) if module in _plugins})
 
 
 def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None:
@@ -219,66 +209,57 @@ def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None
         return
     listed_modules = {Path(path).stem for path in plugins}
     for name, method in methods.items():
-        for root in _plugin_roots(method):
-            module = _module_of(root)
+        for module in _plugin_modules(method):
             if module not in listed_modules:
-                raise ConfigError(f"methods.{name}: {root} is from {_plugins[module].path}; list that file in plugins")
+                raise ConfigError(f"methods.{name}: uses {_plugins[module].path}; list that file in plugins")
 
 
 def source_files(paths: list[str]) -> list[str]:
     """Return the files that contain the code of plugins: plugin files, and files that they import from their folder.
 
-    The plugin files come first, each once, with the paths and order of `paths`. The imported files follow, sorted by
-    module name; their paths are relative to the working directory. Files of kairos and further plugin files are left
-    out. The caller ensures that this process has imported the plugin files.
+    The plugin files come first, each once, with the paths and order of `paths`. The imported files follow, sorted;
+    their paths are relative to the working directory. Files of kairos are left out. The caller ensures that this
+    process has imported the plugin files.
     """
-    imported_files = []
-    for name in modules(Path(path).stem for path in paths):  # all modules that the plugins import, sorted
-        package, _, _ = name.partition(".")
-        if package in _PACKAGES or package in _plugins:
-            continue
-        spec = importlib.util.find_spec(name)
-        if spec and spec.origin:
-            imported_files.append(os.path.relpath(spec.origin))
     plugin_files = list(dict.fromkeys(paths))  # each once
+    packages = [file.parent for file in map(find_file, PACKAGES) if file is not None]
+    imported_files = []
+    for path in list_files(tuple(sorted(Path(path).stem for path in paths))):
+        is_of_kairos = any(path.is_relative_to(package) for package in packages)
+        if not is_of_kairos and path.stem not in _plugins:
+            imported_files.append(os.path.relpath(path))
     return [Path(path).as_posix() for path in plugin_files + imported_files]
 
 
-def plugin_fingerprints(methods: "dict[str, MethodConfig]") -> dict[str, str]:
-    """Return the fingerprint of the code of each plugin component that methods use, by ``module:Name``.
-
-    Empty if the methods use no plugin.
-    """
+def hash_plugins(methods: "dict[str, MethodConfig]") -> dict[str, str]:
+    """Return the hash of the code of each plugin that methods use, by module; empty if the methods use no plugin."""
     if not _plugins:  # saves the search for the code of components
         return {}
-    fingerprints = {}
-    for method in methods.values():
-        for component in _plugin_roots(method):
-            fingerprints[component] = fingerprint([component])
-    return fingerprints
+    used_modules = {module for method in methods.values() for module in _plugin_modules(method)}
+    return {module: hash_modules([module]) for module in sorted(used_modules)}
 
 
-def fingerprints_file(config: Path) -> Path:
-    """Return the path of the JSON file with the `plugin_fingerprints` of a frozen experiment, next to its file."""
+def plugin_hashes_file(config: Path) -> Path:
+    """Return the path of the JSON file with the `hash_plugins` of a frozen experiment, next to its file."""
     return config.with_suffix(".plugins.json")
 
 
 def check_unedited(config: Path, name: str, method: "MethodConfig") -> None:
-    """Check that the plugin code of a method has the fingerprints that were recorded when a run began.
+    """Check that the plugin code of a method has the hashes that were recorded when a run began.
 
-    Components without a recorded fingerprint pass. Only frozen experiment files have fingerprints, so all others pass.
+    Plugins without a recorded hash pass. Only frozen experiment files have hashes, so all others pass.
 
     Args:
-        config: experiment file; its fingerprints are in `fingerprints_file`.
+        config: experiment file; its hashes are in `plugin_hashes_file`.
         name: name of the method, for the error message.
 
     Raises:
         KairosError: the code was edited since.
     """
-    file = fingerprints_file(config)
-    recorded_fingerprints = read_json(file) if file.is_file() else {}
-    for component, present_fingerprint in plugin_fingerprints({name: method}).items():
-        if recorded_fingerprints.get(component, present_fingerprint) != present_fingerprint:
-            path = os.path.relpath(_plugins[_module_of(component)].path)
+    file = plugin_hashes_file(config)
+    recorded_hashes = read_json(file) if file.is_file() else {}
+    for module, present_hash in hash_plugins({name: method}).items():
+        if recorded_hashes.get(module, present_hash) != present_hash:
+            path = os.path.relpath(_plugins[module].path)
             advice = "run the same command again to compute all its runs with the edit, or undo the edit"
             raise KairosError(f"{path}: the code of method {name} was edited after this run began; {advice}")

@@ -44,9 +44,9 @@ from kairos.evaluation.settings import (
     needs_of_real_images,
 )
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
-from kairos.fingerprint import fingerprint
 from kairos.progress import ProgressBar, log
 from kairos.sampling.samples_file import open_samples
+from kairos.stages import hash_modules
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import Stream, derived_seed
 
@@ -311,7 +311,7 @@ def _measure_cached(
         "extractor": extractor.hash,
         "precision": extractor.precision,
         "needs": sorted(needs),
-        "code": fingerprint([measure.__module__, extractor.__module__, extractor_code, metrics.__name__]),
+        "code": hash_modules([measure.__module__, extractor.__module__, extractor_code, metrics.__name__]),
     }
 
     def compute(partial: Path) -> RealStatistics:

@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
-
 from kairos.components import ComponentOptions, Components, component
 from kairos.files import DamagedError
 from kairos.pretrained import read_network_config
@@ -512,13 +510,10 @@ class EvaluationConfig(Section):
         is_valid = self.reference in SPLITS or self.reference.endswith(".npz")
         demand(is_valid, "evaluation.reference", repr(self.reference), f"{', '.join(SPLITS)} or the path of an npz")
 
-    @model_serializer(mode="wrap")
-    def _omit_default_primary_metric(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `primary_metric`, a newer field, out of the plain values if it has its default: it keeps old hashes."""
-        values: dict[str, Any] = serialize(self)
-        if self.primary_metric == "distance":
-            values.pop("primary_metric", None)
-        return values
+    @property
+    def possible_metrics(self) -> list[Any]:
+        """The metrics of the experiment file, or all: without a list, extractor and split decide the metrics."""
+        return list(self.metrics or METRICS.values())
 
     def metrics_for(self, extractor: str, heldout: bool) -> list[MetricOptions]:
         """Return the metrics to compute, with their options.

@@ -14,18 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kairos.autoencoders.settings import AutoencoderConfig
-from kairos.components import ComponentOptions
 from kairos.config import Experiment
 from kairos.config.sweeps import METHOD_COMPONENTS
 from kairos.files import RecordReader, glance
-from kairos.library_components import LibraryComponent
 from kairos.sampling.settings import GUIDANCE, resolve_solver
-from kairos.training.identity import compute_identity, set_schedule_length, trajectory_settings
+from kairos.stages import TRAIN, resolve_schedule, select_fields
+from kairos.training.identity import compute_identity
 from kairos_timesteps.diffusion.schedule import CELLS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import options_without_name
-from kairos_timesteps.registry import Registry
 
 Record = dict[str, Any]
 _NO_EFFECT = ("images", "unmatched", "store", "broken", "train_images")  # fields of dataset: images stay equal
@@ -117,7 +114,6 @@ class ExpectedSettings:
         # Caches of this object. A decorated method would keep every object alive, and a cache of the module would keep
         # defaults of components that are registered again.
         self._settings_of = cache(self._collect_settings)
-        self._defaults_of = cache(_list_defaults)
         self.identities = cache(self._compute_identities)
         self.snapshot_record = cache(self._read_snapshot_record)
         self.find_changes = cache(self._find_changes)
@@ -228,7 +224,7 @@ class ExpectedSettings:
         Section `methods` contains this method alone. Settings of sampling and evaluation are not included.
         """
         dataset = self.plain["dataset"]
-        autoencoder = self.plain["autoencoder"] | {"dtype": self.experiment.autoencoder.dtype}  # plain values lack it
+        autoencoder = self.plain["autoencoder"]
         return {
             "dataset": {name: value for name, value in dataset.items() if name not in _NO_EFFECT},
             "autoencoder": _select_used_fields(autoencoder),
@@ -236,14 +232,11 @@ class ExpectedSettings:
             "model": self.plain["model"],
             "diffusion": self.plain["diffusion"],
             "methods": {method: self._strategy_of(method)},
-            "training": trajectory_settings(self.experiment.training, self.experiment.methods[method]),
+            "training": select_fields(TRAIN, self.experiment.run_settings(method, seed=0).sections)["training"],
         }
 
     def _strategy_of(self, method: str) -> Record:
-        """Return sampler, weighting and coupling of a method as plain values, defaults included.
-
-        `plain` lacks the default coupling.
-        """
+        """Return sampler, weighting and coupling of a method as plain values, defaults included."""
         strategy = self.experiment.methods[method]
         return {kind: getattr(strategy, kind).plain() for kind in METHOD_COMPONENTS}
 
@@ -273,31 +266,13 @@ class ExpectedSettings:
     def _find_all_changes(self, method: str, record: Record) -> list[Change]:
         """Return all settings that decide the snapshots of a method and differ from a snapshot's record.
 
-        Settings that change no more than rounding are included. Options that are newer than the record are treated as
-        recorded with their defaults. The record's method is compared with `method`, even if its name differs.
+        Settings that change no more than rounding are included. The record's method is compared with `method`, even if
+        its name differs.
         """
-        recorded = dict(record["config"])  # copies: records share their settings
-        recorded_method = dict(recorded["methods"].get(record["method"], {}))
-        for kind, (_, default) in METHOD_COMPONENTS.items():
-            component = getattr(self.experiment.methods[method], kind)
-            recorded_method[kind] = self._add_defaults(recorded_method.get(kind, {"name": default}), component)
-        recorded["methods"] = {method: recorded_method}
-        recorded["model"] = self._add_defaults(recorded["model"], self.experiment.model)
-        recorded["training"] = set_schedule_length(recorded["training"])
-        default_dtype = AutoencoderConfig.model_fields["dtype"].default  # plain values lack it
-        recorded["autoencoder"] = {"dtype": default_dtype} | recorded["autoencoder"]
+        recorded = dict(record["config"])  # a copy: records share their settings
+        recorded["methods"] = {method: recorded["methods"].get(record["method"], {})}
+        recorded["training"] = {**recorded["training"], "schedule": resolve_schedule(recorded["training"])}
         return _compare_settings(self._settings_of(method), recorded)
-
-    def _add_defaults(self, recorded: Any, component: ComponentOptions | LibraryComponent) -> Any:
-        """Return the recorded options of a component, with the defaults of options that they lack.
-
-        Such options are newer than the record. Options with the default None are not added. A recorded value that is
-        not a dictionary, or has another name than the component, is returned unchanged.
-        """
-        if not isinstance(recorded, dict) or recorded.get("name") != component.name:
-            return recorded
-        source = component.registry if isinstance(component, LibraryComponent) else type(component)
-        return self._defaults_of(source, component.name) | recorded
 
     def _compare_stage_hashes(self, section: str, changes: list[Change], record: Record, path: Path) -> list[Change]:
         """Return `changes`, corrected by a comparison of the recorded and the present hash of a stage's result.
@@ -367,9 +342,8 @@ def _select_used_fields(autoencoder: Record) -> Record:
 def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
     """Compare nested settings and return a `Change` per differing value; empty if there are none.
 
-    A field that one side lacks belongs to another version of kairos and is ignored; the caller adds options that a
-    record lacks, see `ExpectedSettings._add_defaults`. If components have different names, the names are the only
-    change, because their options differ. `field` is the dotted name of these settings, empty for all sections; it
+    A field that one side lacks is ignored. If components have different names, the names are the only change, because
+    their options differ. `field` is the dotted name of these settings, empty for all sections; it
     begins the names of fields.
     """
     if now == before:
@@ -384,18 +358,6 @@ def _compare_settings(now: Any, before: Any, field: str = "") -> list[Change]:
         dotted_name = f"{field}.{name}" if field else name
         changes += _compare_settings(now[name], before[name], dotted_name)
     return changes
-
-
-def _list_defaults(source: Registry | type[ComponentOptions], name: str) -> Record:
-    """Return the default options of a component, without options whose default is None: these depend on other settings.
-
-    `source` is the registry of a component of the library, or the class of the options of any other component.
-    """
-    if isinstance(source, Registry):
-        defaults = LibraryComponent.select(source, {"name": name}).plain()
-    else:
-        defaults = source(name=name).plain()
-    return {option: value for option, value in defaults.items() if value is not None}
 
 
 def _select_fields(record: Record, fields: dict[str, str]) -> Record:

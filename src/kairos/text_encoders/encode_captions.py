@@ -16,9 +16,9 @@ from kairos.data.captions import Captions
 from kairos.data.dataset import PreparedDataset
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
 from kairos.files import lock_folder, sha256_file, sha256_json, sync_to_disk
-from kairos.fingerprint import fingerprint
 from kairos.finite import demand_finite
 from kairos.progress import log
+from kairos.stages import hash_modules
 from kairos.text_encoders.encoder import TextEncoder, load_encoder
 from kairos.text_encoders.settings import TextEncoderConfig
 from kairos_timesteps.errors import KairosError
@@ -70,7 +70,7 @@ def encode_captions(
         "threads": torch.get_num_threads(),
         "device": device.type,
         "torch": torch.__version__,
-        "code": fingerprint([__name__]),
+        "code": hash_modules([__name__]),
     }
     with lock_folder(out):
         partial = prepare_folder(out, ("states.npy", "empty.npy"))

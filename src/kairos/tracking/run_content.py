@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kairos.files import sha256_json
-from kairos.training.identity import trajectory_settings
+from kairos.stages import TRAIN, select_fields
 
 if TYPE_CHECKING:
     from kairos.config import Experiment
@@ -140,7 +140,7 @@ def flatten_parameters(experiment: "Experiment", method: str, seed: int) -> dict
         **experiment.methods[method].model_dump(mode="json"),
         "model": experiment.model.plain(),
         "diffusion": experiment.diffusion.model_dump(mode="json"),
-        "training": trajectory_settings(experiment.training, experiment.methods[method]),
+        "training": select_fields(TRAIN, experiment.run_settings(method, seed).sections)["training"],
         "dataset": experiment.dataset.model_dump(mode="json", include={"source", "path", "resolution", "flips"}),
         "autoencoder": {"kind": experiment.autoencoder.kind},
     }

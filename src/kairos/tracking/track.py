@@ -13,9 +13,9 @@ from typing import Any
 from kairos import resource_usage
 from kairos.config import Experiment
 from kairos.files import hash_folder, sha256_file, sha256_json, write_json
-from kairos.fingerprint import fingerprint
 from kairos.progress import ProgressBar, log
 from kairos.report.collect import Results, RunResults, collect
+from kairos.stages import hash_modules
 from kairos.tracking import mlflow_store, run_content, view
 
 # files of the report that the parent run gets as artifacts, with the folder of figures
@@ -186,7 +186,7 @@ def _hash_training_run(results: Results, run: RunResults, parent_id: str) -> str
     ]
     return sha256_json(
         [
-            fingerprint([__name__]),
+            hash_modules([__name__]),
             parent_id,
             run_content.identify_training_run(results.experiment, run.method, run.seed, run.record["identity"]),
             run_content.flatten_parameters(results.experiment, run.method, run.seed),

@@ -9,69 +9,12 @@ This module imports no torch, because the workflow uses it.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kairos.components import ComponentOptions
 from kairos.files import sha256_json
-from kairos.fingerprint import fingerprint, roots_of
-from kairos.library_components import LibraryComponent
 from kairos.milestones import hash_start_weights
+from kairos.stages import TRAIN, hash_stage_code, select_fields
 
 if TYPE_CHECKING:
-    from kairos.diffusion import MethodConfig
-    from kairos.training.settings import RunSettings, TrainingConfig
-
-# Settings that do not decide the trajectory. A new setting that is missing here changes identities, which is safe:
-# runs are computed again.
-# `device` is here since `compute_identity` includes the type of the device in use.
-_HARDWARE_SETTINGS = ("processes", "nodes", "trainings_per_gpu", "device")
-_JOB_SETTINGS = ("milestones", "segments", "checkpoint_every", "log_every")
-
-
-def trajectory_settings(training: "TrainingConfig", method: "MethodConfig") -> dict[str, Any]:
-    """Return the settings of section `training` that decide the trajectory of a method, as plain values.
-
-    Milestones, segments, checkpoints, logging and hardware are left out. The number of processes is included only if
-    the method's coupling declares the fact `by_rank`: each rank then couples its slice of the batch. The path
-    `start_from` is included; `compute_identity` replaces it. The length of a schedule is as in `set_schedule_length`.
-    """
-    ignored = {*_HARDWARE_SETTINGS, *_JOB_SETTINGS}
-    if method.coupling.facts.get("by_rank"):
-        ignored.remove("processes")
-    values = set_schedule_length(training.model_dump(mode="json"))
-    return {name: value for name, value in values.items() if name not in ignored}
-
-
-def set_schedule_length(training: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values of section `training` in which a schedule that ends at the last milestone has this length.
-
-    Such a schedule has an option ``length``, which is None. Its new value is the last milestone as the experiment file
-    states it, so ``10 epochs`` differs from the equal number of steps. Other sections are returned unchanged.
-    """
-    schedule = training.get("schedule", {})
-    if "length" not in schedule or schedule["length"] is not None:
-        return training
-    return {**training, "schedule": {**schedule, "length": training["milestones"][-1]}}
-
-
-def code_roots(run: "RunSettings") -> list[str]:
-    """Return the code that a training run starts from: the loop and the components that the experiment selects.
-
-    The names are modules, or functions and classes as ``module:name``; a name may occur twice.
-    """
-    training = run.training
-    components: list[ComponentOptions | LibraryComponent] = [
-        run.model,
-        run.diffusion.process,
-        *run.method.components,
-        training.optimizer,
-        training.schedule,
-        training.ema,
-        *run.diffusion.losses,
-        *training.probes,
-    ]
-    roots = ["kairos.training.run"]
-    for component in components:
-        roots += roots_of(component)
-    return roots
+    from kairos.training.settings import RunSettings
 
 
 def compute_identity(run: "RunSettings", latents: dict[str, Any], device: str) -> dict[str, Any]:
@@ -93,13 +36,10 @@ def compute_identity(run: "RunSettings", latents: dict[str, Any], device: str) -
     parts = {
         "data": latents["content_sha256"],
         "autoencoder": latents["autoencoder_sha256"],
-        "model": run.model.plain(),
-        "diffusion": run.diffusion.model_dump(mode="json"),
-        "method": run.method.model_dump(mode="json"),
+        **select_fields(TRAIN, run.sections),
         "seed": run.seed,
-        "training": trajectory_settings(run.training, run.method),
         "device": device,
-        "code": fingerprint(code_roots(run)),
+        "code": hash_stage_code(TRAIN, run.sections),
     }
     start_folder = run.training.start_from
     if start_folder:

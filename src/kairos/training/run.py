@@ -23,9 +23,10 @@ from kairos.finite import demand_finite
 from kairos.forward_process import scheduler_config
 from kairos.milestones import write_milestone
 from kairos.progress import ProgressBar, duration, log
+from kairos.stages import TRAIN, list_modules
 from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
-from kairos.training.identity import code_roots, compute_identity
+from kairos.training.identity import compute_identity
 from kairos.training.job import CollectiveStop, ProgressFile, StoppedEarly, StopRequest
 from kairos.training.loop import DIVERGENCE_REMEDY, divergence_error, train_steps
 from kairos.training.memory import explain_out_of_memory
@@ -40,8 +41,7 @@ from kairos_timesteps.errors import NotFiniteError
 
 def import_components(run: RunSettings) -> None:
     """Import the modules whose code a training run uses, so that the caller's timing counts imports as start-up."""
-    for root in code_roots(run):
-        module = root.partition(":")[0]
+    for module in list_modules(TRAIN, run.sections):
         importlib.import_module(module)
 
 

@@ -296,6 +296,16 @@ class RunSettings:
     train_images: int | None
     plain_experiment: Callable[[], dict[str, Any]]
 
+    @property
+    def sections(self) -> dict[str, Any]:
+        """Sections of the experiment that decide the run, by the names of `kairos.stages`."""
+        return {
+            "model": self.model,
+            "diffusion": self.diffusion,
+            "method": self.method,
+            "training": self.training,
+        }
+
 
 def read_run_settings(config: dict[str, Any], method: str, seed: int) -> RunSettings:
     """Return the settings of a training run from the experiment in the record of one of its snapshots.

@@ -21,8 +21,7 @@ from kairos.config import load
 from kairos.config.plugins import source_files
 from kairos.files import read_json, write_json, write_text
 from kairos.progress import log
-from kairos.workflow import dependencies
-from kairos.workflow.layout import Layout, create_layout
+from kairos.workflow.layout import TRAINING_STAGES, Layout, create_layout
 from kairos_timesteps.errors import ConfigError, KairosError, demand, rejection
 
 RECORDED = "params.yaml"  # experiment file whose stages dvc.yaml contains and whose results `record` and `adopt` handle
@@ -107,13 +106,13 @@ def _build_dependency_table(layout: Layout) -> dict[str, Any]:
     """
     table: dict[str, Any] = {}
     for stage in (*layout.shared_stages, "report"):
-        table[stage] = dependencies.collect_params(stage, layout.experiment)
-    for stage, method in product(dependencies.TRAINING_STAGES, layout.methods):
+        table[stage] = layout.dependencies(stage)
+    for stage, method in product(TRAINING_STAGES, layout.methods):
         # create the levels of the entry, and descend to it; DVC splits keys at dots
         entry = table.setdefault(stage, {})
         for level in method.split("."):
             entry = entry.setdefault(level, {})
-        fields = dependencies.collect_params(stage, layout.experiment, method)
+        fields = layout.dependencies(stage, method)
         entry["fields"] = {**fields, "milestones": list(layout.experiment.milestones)}
     return table
 
@@ -194,11 +193,11 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
     Raises:
         ConfigError: the experiment does not have the stage, or `method` and `seed` are missing, unknown or superfluous.
     """
-    stages = (*layout.shared_stages, *dependencies.TRAINING_STAGES, "report")
+    stages = (*layout.shared_stages, *TRAINING_STAGES, "report")
     demand(stage in stages, "ledger run", f"stage {stage!r}", ", ".join(stages))
 
     # a stage of training runs
-    if stage in dependencies.TRAINING_STAGES:
+    if stage in TRAINING_STAGES:
         if method not in layout.methods or seed not in layout.experiment.seeds:
             allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
             raise rejection(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)

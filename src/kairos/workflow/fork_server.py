@@ -331,24 +331,28 @@ def _guard(client: socket.socket) -> None:
 def _import_modules(config: str, stages: list[str]) -> None:
     """Import the modules of kairos, kairos_timesteps and torch that some stages of an experiment need.
 
+    The code of the stages is hashed, too, so that jobs do not hash it again.
+
     Other modules, such as plugins, are not imported, except by these modules. The wall-clock and CPU time of this
     process so far are written to ``timing/preload.json`` of the results folder. `config` is the experiment file.
     """
     from kairos.config import load
-    from kairos.workflow.dependencies import find_dependencies
+    from kairos.stages import hash_stage_code, list_modules, list_sections, list_stages
 
     experiment = load(config)
     names = {"kairos.training.run", "kairos.staging", "kairos.tracking.live"}
     if experiment.autoencoder.kind != "none" and not _AUTOENCODER_STAGES.isdisjoint(stages):
         names.add("kairos.autoencoders.train")  # imports diffusers
+    rows = list_stages(experiment)
     for stage in set(stages) - {"measure", "analyse"}:  # analyses need nothing more than a training run does
         for method in experiment.methods:
-            names.update(find_dependencies(stage, experiment, method).modules)
+            sections = list_sections(experiment, rows[stage], method)
+            names.update(list_modules(rows[stage], sections))
+            hash_stage_code(rows[stage], sections)
     for name in sorted(names):
         # other imports, such as imports of plugins, could compute something
         if name.startswith(("torch.", "kairos.", "kairos_timesteps.")):
-            module = name.partition(":")[0]  # without a definition, as in "kairos_timesteps.x:Name"
-            importlib.import_module(module)
+            importlib.import_module(name)
     resource_usage.write_record(Path("results", experiment.experiment, "timing", "preload.json"), "preload")
 
 

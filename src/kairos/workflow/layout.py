@@ -15,12 +15,14 @@ from kairos.analyses.settings import AnalysisOptions, analysed_snapshots, snapsh
 from kairos.config import Experiment, freeze, load
 from kairos.downloads import warn_of_missing
 from kairos.evaluation.settings import InceptionOptions
+from kairos.stages import Stage, hash_stage_code, list_sections, list_stages, select_fields
 from kairos.training.job import read_progress
-from kairos.workflow import dependencies
 from kairos.workflow.rules import gpus_per_job
 
 FROZEN_VARIABLE = "KAIROS_EXPERIMENT"  # environment variable with the path of the controller's frozen experiment
 _INCEPTION_THREADS = 8  # of a job that computes features
+_SHARED = ("prepare", "autoencoder", "text", "encode", "extractor", "reference")
+TRAINING_STAGES = ("train", "sample", "evaluate")  # stages with jobs for each training run
 _SHARDS_FOLDER = ".shards"  # for the outputs and timing files of jobs that compute a shard
 
 
@@ -124,10 +126,15 @@ class Layout:
 
     # Stages, rules and jobs
 
+    @cached_property
+    def stages(self) -> dict[str, Stage]:
+        """Stages of the experiment by name, see `list_stages`."""
+        return list_stages(self.experiment)
+
     @property
     def shared_stages(self) -> tuple[str, ...]:
-        """Names of the stages that all training runs share, in order."""
-        return dependencies.shared_stages(self.experiment)
+        """Names of the stages before training, whose results all training runs share, in order."""
+        return tuple(name for name in self.stages if name in _SHARED)
 
     @property
     def text_stages(self) -> list[str]:
@@ -193,8 +200,8 @@ class Layout:
         """
         training_job_count = len(self.trainings) * len(self.segments)
         counts: dict[str, int] = {}
-        for stage in (*self.shared_stages, *dependencies.TRAINING_STAGES):
-            count = training_job_count if stage in dependencies.TRAINING_STAGES else 1
+        for stage in (*self.shared_stages, *TRAINING_STAGES):
+            count = training_job_count if stage in TRAINING_STAGES else 1
             counts[stage] = count
             shard_count = len(self.shards(stage))  # per training run and segment
             if shard_count > 0:
@@ -282,7 +289,7 @@ class Layout:
 
         for method, seed in self.trainings:
             paths += [f"{self.training_folder(method, seed)}/{path}" for path in training_files]
-        for stage, (method, seed), segment in product(dependencies.TRAINING_STAGES, self.trainings, self.segments):
+        for stage, (method, seed), segment in product(TRAINING_STAGES, self.trainings, self.segments):
             paths.append(self.checksum_file(stage, method, seed, segment))
         return paths + self.analysis_outputs
 
@@ -318,15 +325,16 @@ class Layout:
     def dependency_params(self, stage: str) -> dict[str, Callable[[Any], Any]]:
         """Return the ``params:`` that make Snakemake run a stage again if a field or the code of its results changes.
 
-        The keys are the fields of `dependencies.find_dependencies`, and ``code``. Each value is a function of a job's
-        wildcards, which returns the field's plain value, or the fingerprint of the code.
+        The keys are the sections of `select_fields`, and ``code``. Each value is a function of a job's wildcards, which
+        returns the section's fields, or the hash of the code.
         """
-        depends_on_method = stage in dependencies.TRAINING_STAGES
+        row = self.stages[stage]
+        depends_on_method = row.name == "train"
 
-        # Snakemake calls the functions only for stages that have jobs, which saves the other fingerprints
-        @cache  # one fingerprint for all functions and jobs of a method
+        # Snakemake calls the functions only for stages that have jobs, which saves the other hashes
+        @cache  # one hash for all functions and jobs of a method
         def collect_values(method: str | None) -> dict[str, Any]:
-            return dependencies.collect_params(stage, self.experiment, method)
+            return self.dependencies(stage, method)
 
         # a function defined in the comprehension below would see only the last name
         def build_function(name: str) -> Callable[[Any], Any]:
@@ -337,8 +345,17 @@ class Layout:
             return find_value
 
         # the names of the fields are equal for all methods
-        names = dependencies.find_dependencies(stage, self.experiment, self.methods[0]).fields
-        return {name: build_function(name) for name in (*names, "code")}
+        sections = list_sections(self.experiment, row, self.methods[0] if depends_on_method else None)
+        return {name: build_function(name) for name in (*select_fields(row, sections), "code")}
+
+    def dependencies(self, stage: str, method: str | None = None) -> dict[str, Any]:
+        """Return the fields that a stage's results depend on and, under ``code``, the hash of its code.
+
+        `method` is the name of the method, for stage ``train``; other stages have equal fields for all methods.
+        """
+        row = self.stages[stage]
+        sections = list_sections(self.experiment, row, method)
+        return {**select_fields(row, sections), "code": hash_stage_code(row, sections)}
 
     def config_argument(self, wildcards: Any, output: Any) -> str:
         """Return the path of the frozen experiment as text.

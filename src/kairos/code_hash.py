@@ -1,0 +1,158 @@
+"""Hash of the code that computes a result: parsed files, without docstrings, comments and annotations.
+
+`list_files` finds the files of a result by their imports, with `ast` alone. Files of components, such as samplers and
+backbones, belong to a result only if its method selects them, or if a selected component's file imports them.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+PACKAGES = ("kairos", "kairos_timesteps")
+_imported: dict[Path, bytes] = {}  # content of files at their import, see `set_source`
+
+
+def hash_code(modules: Iterable[str], left_out: frozenset[str] = frozenset()) -> str:
+    """Return the hash of the code of `modules` and of all that they import, 16 hex digits; see `list_files`."""
+    digests = (hash_file(path) for path in list_files(tuple(sorted(modules)), left_out))
+    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def list_files(modules: tuple[str, ...], left_out: frozenset[str] = frozenset()) -> tuple[Path, ...]:
+    """Return the files of modules and of the modules that they import, transitively, sorted by path.
+
+    Imports are followed within kairos, its library, and the folder of a module of another package, such as a plugin.
+    Imports under TYPE_CHECKING are ignored. A file ``NAME.html.jinja`` or ``NAME.mplstyle`` belongs to module NAME.
+
+    Args:
+        modules: dotted names.
+        left_out: dotted names of modules that are neither included nor followed, unless `modules` contains them.
+
+    Raises:
+        ModuleNotFoundError: a module has no source file.
+    """
+    waiting, seen, files = list(modules), set[str](), set[Path]()
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        path = find_file(module)
+        if path is None:
+            raise ModuleNotFoundError(f"module {module!r} has no source file")
+        files |= {path, *path.parent.glob(f"{path.stem}.*.jinja"), *path.parent.glob(f"{path.stem}.mplstyle")}
+        waiting += [name for name in _list_imports(module, path) if name not in left_out]
+    return tuple(sorted(files))
+
+
+def set_source(path: Path, content: bytes) -> None:
+    """Use the content of a file that this process imports, such as a plugin, which may be edited later."""
+    _imported[path] = content
+    for function in (find_file, _find_module, list_files, _list_imports, _parse, hash_file):
+        function.cache_clear()
+
+
+@functools.cache
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a parsed Python file, see the module's docstring, or of the bytes of any other file.
+
+    This process reads a file once.
+    """
+    content = ast.dump(_parse(path)).encode() if path.suffix == ".py" else path.read_bytes()
+    return hashlib.sha256(content).hexdigest()
+
+
+@functools.cache
+def _parse(path: Path) -> ast.Module:
+    content = _imported[path] if path in _imported else path.read_bytes()
+    tree: ast.Module = _Stripped().visit(ast.parse(content))
+    return tree
+
+
+class _Stripped(ast.NodeTransformer):
+    """Removes docstrings, annotations and code under TYPE_CHECKING from a syntax tree."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if is_text else self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        return self.generic_visit(node)
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Constant(None)  # the target stays: a field without a default has its place in a class
+        return self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.AST]:
+        if _is_type_checking(node):
+            return [self.visit(statement) for statement in node.orelse]
+        return self.generic_visit(node)
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+@functools.cache
+def find_file(module: str) -> Path | None:
+    """Return the source file of a module, without importing its packages; None if it has none."""
+    package, *names = module.split(".")
+    loaded = getattr(sys.modules.get(package), "__file__", None)
+    if loaded is None:
+        spec = importlib.util.find_spec(package)
+        loaded = spec.origin if spec else None
+    if loaded is None or not loaded.endswith(".py"):
+        return None
+    path = Path(loaded)
+    if not names:
+        return path
+    base = path.parent.joinpath(*names)
+    return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
+
+
+@functools.cache
+def _list_imports(module: str, path: Path) -> frozenset[str]:
+    """Return the modules that a file imports and whose files `list_files` follows."""
+    imported: set[str] = set()
+    for node in ast.walk(_parse(path)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+            prefix = parents[: len(parents) + 1 - node.level] if node.level else []
+            source = ".".join([*prefix, *filter(None, [node.module])])
+            imported |= {_find_module(source, alias.name) for alias in node.names}
+    return frozenset(name for name in imported if _is_followed(name, path.parent))
+
+
+@functools.cache
+def _find_module(source: str, name: str) -> str:
+    """Return the module of ``from source import name``: ``source.name``, or the module from which `source` has it."""
+    if find_file(f"{source}.{name}") is not None:
+        return f"{source}.{name}"
+    path = find_file(source) if source.partition(".")[0] in PACKAGES else None
+    if path is not None and path.name == "__init__.py":
+        for node in ast.walk(ast.parse(path.read_bytes())):  # with TYPE_CHECKING, where lazy packages list their names
+            is_import = isinstance(node, ast.ImportFrom) and node.level == 0 and node.module != source
+            if is_import and name in {alias.asname or alias.name for alias in node.names}:  # type: ignore[attr-defined]
+                return _find_module(str(node.module), name)  # type: ignore[attr-defined]
+    return source
+
+
+def _is_followed(module: str, folder: Path) -> bool:
+    path = find_file(module)
+    if path is None:
+        return False
+    return module.partition(".")[0] in PACKAGES or path.parent == folder
