@@ -4,17 +4,7 @@
 from snakemake.utils import min_version
 
 from kairos.workflow import controller
-from kairos.workflow.rules import (
-    folder_of,
-    folders_of,
-    paths_of,
-    processes_per_node,
-    repeat_option,
-    scaled_by_attempt,
-    shard_options,
-    stage_options,
-    training_resources,
-)
+from kairos.workflow.rules import processes_per_node, scaled_by_attempt, training_resources
 
 min_version("9.19")
 

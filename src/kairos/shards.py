@@ -27,6 +27,11 @@ class Shard:
     number: int
     of: int
 
+    @property
+    def name(self) -> str:
+        """Name of the shard in options and files, such as ``1of4``."""
+        return f"{self.number}of{self.of}"
+
     @classmethod
     def parse(cls, text: str) -> "Shard":
         """Return the shard that a text ``KofN`` describes: shard K of N, such as ``1of4``.

@@ -34,7 +34,7 @@ from kairos.progress import duration, log
 from kairos.slurm import PENDING_STATES, job_name, job_records_folder, plain_environment, query_queue, run_command
 from kairos.training.job import read_progress
 from kairos.workflow import batch_script
-from kairos.workflow.layout import load_frozen_layout
+from kairos.workflow.layout import Layout, load_frozen_layout
 from kairos.workflow.snakemake_private import prevent_retry
 
 _QUERY_INTERVAL = 5  # seconds between queries of the queue
@@ -75,7 +75,7 @@ class Executor(plugin.Executor):
         os.environ |= _OFFLINE
         signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a script ignore SIGINT
         super().__post_init__(test_mode)
-        self._results = layout.results
+        self._layout, self._results = layout, layout.results
         self.run_uuid = job_name(self._results)  # the plugin looks for jobs of this name, also of earlier runs
         training = layout.experiment.training
         # True if a repeated training run computes equal values, so that it diverges again
@@ -239,7 +239,7 @@ class Executor(plugin.Executor):
             self._sbatch_errors[job_info.job] = " ".join(sbatch_error.split())  # on one line
             return
         self._forget(self._record_file(job_info))
-        if self._exact and _would_diverge_again(job_info):
+        if self._exact and _would_diverge_again(job_info, self._layout):
             prevent_retry(job_info.job)
         super().report_job_error(job_info, msg=msg, **keywords)
         self._last_event = time.monotonic()
@@ -482,7 +482,7 @@ def _describe_file(path: Path) -> str:
     return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
-def _would_diverge_again(job_info: SubmittedJobInfo) -> bool:
+def _would_diverge_again(job_info: SubmittedJobInfo, layout: Layout) -> bool:
     """Return True if at least one training run diverged in a failed job, and all its other training runs are complete.
 
     Another attempt of such a job can achieve nothing. A training run has diverged if this SLURM job wrote its progress
@@ -492,7 +492,8 @@ def _would_diverge_again(job_info: SubmittedJobInfo) -> bool:
     for single in _single_jobs(job_info.job):
         if not single.rule.name.startswith("train"):
             continue
-        progress = read_progress(Path(single.params.out))  # empty without a file, as for a run that may succeed
+        folder = Path(layout.training_folder(single.wildcards.method, single.wildcards.seed))
+        progress = read_progress(folder)  # empty without a file, as for a run that may succeed
         may_succeed = progress.get("again", True)
         if not may_succeed and progress["job"] == job_info.external_jobid:
             has_diverged = True

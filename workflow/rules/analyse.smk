@@ -4,41 +4,55 @@
 
 
 for name in layout.analyses:
-    for is_measurement in [True, False] if layout.measurement_files(name) else [False]:
-        rule_name = f"measure_{name}" if is_measurement else f"analyse_{name}"
+
+    if layout.measurement_files(name):
 
         rule:
             name:
-                rule_name
+                f"measure_{name}"
             input:
-                milestone=f"{TRAINING}/milestones/{{step}}/milestone.json" if is_measurement else [],
-                end=layout.training_end if is_measurement else [],
-                latents=f"{RESULTS}/latents/manifest.json" if is_measurement else [],
-                read=[] if is_measurement else layout.analysis_inputs(name),
+                f"{TRAINING}/milestones/{{step}}/milestone.json",
+                layout.training_end,
+                f"{RESULTS}/latents/manifest.json",
             output:
-                table=(
-                    f"{TRAINING}/analyses/{name}.{{step}}.csv" if is_measurement else f"{RESULTS}/analyses/{name}.csv"
-                ),
-                figure=[] if is_measurement else report(f"{RESULTS}/analyses/{name}.png", category="Analyses"),
+                f"{TRAINING}/analyses/{name}.{{step}}.csv",
             log:
-                f"{RESULTS}/logs/"
-                + (f"measure_{name}_{{method}}_seed{{seed}}_{{step}}.log" if is_measurement else f"analyse_{name}.log"),
+                f"{RESULTS}/logs/measure_{name}_{{method}}_seed{{seed}}_{{step}}.log",
             wildcard_constraints:
                 step=r"\d{7}",
-            localrule: not is_measurement
             conda:
                 "../../envs/environment.yml"
-            threads: layout.experiment.training.threads if is_measurement else 1
+            threads: layout.experiment.training.threads
             resources:
-                mem_mb=scaled_by_attempt(6000 if is_measurement else 2000),
-                runtime=scaled_by_attempt(240 if is_measurement else 30),
-                gpu=layout.gpus_per_job if is_measurement else 0,
+                mem_mb=scaled_by_attempt(6000),
+                runtime=scaled_by_attempt(240),
+                gpu=layout.gpus_per_job,
             params:
-                **layout.rule_params(rule_name),
+                **layout.rule_params(f"measure_{name}"),
                 analysis=name,
-                results=RESULTS,
-                of=repeat_option("--milestone", folders_of("milestone")),
-                out=repeat_option("--out", paths_of("table")) if is_measurement else "",
             shell:
-                "kairos analyse --config {params.config} --analysis {params.analysis} --results {params.results}"
-                " {params.of} {params.out} --timing {params.timing} 2>&1 | tee {log}"
+                "kairos analyse --config {params.config} --analysis {params.analysis} --method {wildcards.method}"
+                " --seed {wildcards.seed} --step {wildcards.step} 2>&1 | tee {log}"
+
+    rule:
+        name:
+            f"analyse_{name}"
+        input:
+            layout.analysis_inputs(name),
+        output:
+            f"{RESULTS}/analyses/{name}.csv",
+            report(f"{RESULTS}/analyses/{name}.png", category="Analyses"),
+        log:
+            f"{RESULTS}/logs/analyse_{name}.log",
+        localrule: True
+        conda:
+            "../../envs/environment.yml"
+        resources:
+            mem_mb=scaled_by_attempt(2000),
+            runtime=scaled_by_attempt(30),
+            gpu=0,
+        params:
+            **layout.rule_params(f"analyse_{name}"),
+            analysis=name,
+        shell:
+            "kairos analyse --config {params.config} --analysis {params.analysis} 2>&1 | tee {log}"

@@ -1,40 +1,47 @@
 # Latent moments of every image; in pixel space only a record that points to the data set. With autoencoder.shards the
 # rule encode_shards computes each shard in one job, and the rule encode merges the shards.
 
+ENCODE_INPUTS = [f"{RESULTS}/{folder}/manifest.json" for folder in ("dataset", "autoencoder", *layout.text_stages)]
 
-for name in layout.stage_rules("encode"):
-    is_shard_rule = name != "encode"
-    log_suffix = ".{shard}" if is_shard_rule else ""
 
-    rule:
-        name:
-            name
+if layout.shards("encode"):
+
+    rule encode_shards:
         input:
-            **{stage: f"{RESULTS}/{stage}/manifest.json" for stage in layout.text_stages},
-            dataset=f"{RESULTS}/dataset/manifest.json",
-            autoencoder=f"{RESULTS}/autoencoder/manifest.json",
-            shards=[f"{RESULTS}/.shards/latents.{shard}" for shard in layout.shards("encode") if not is_shard_rule],
+            ENCODE_INPUTS,
         output:
-            record=(
-                temp(directory(f"{RESULTS}/.shards/latents.{{shard}}"))
-                if is_shard_rule
-                else f"{RESULTS}/latents/manifest.json"
-            ),
+            temp(directory(layout.shard_path("encode", "{shard}"))),
         log:
-            f"{RESULTS}/logs/encode{log_suffix}.log",
+            f"{RESULTS}/logs/encode.{{shard}}.log",
         conda:
             "../../envs/environment.yml"
         threads: layout.experiment.training.threads
         resources:
             mem_mb=scaled_by_attempt(6000),
             runtime=scaled_by_attempt(240),
-            gpu=CODING_GPUS if name == layout.stage_rules("encode")[-1] else 0,
+            gpu=CODING_GPUS,
         params:
-            **layout.rule_params(name),
-            **({"text": layout.text_stages} if layout.text_stages else {}),
-            read=stage_options("dataset", "autoencoder", *layout.text_stages),
-            out=paths_of("record") if is_shard_rule else folder_of("record"),
-            shards=shard_options,
+            **layout.rule_params("encode"),
         shell:
-            "kairos encode --config {params.config} {params.read} {params.shards} --out {params.out}"
-            " --timing {params.timing} 2>&1 | tee {log}"
+            "kairos encode --config {params.config} --shard {wildcards.shard} 2>&1 | tee {log}"
+
+
+rule encode:
+    input:
+        ENCODE_INPUTS,
+        shards=[layout.shard_path("encode", shard) for shard in layout.shards("encode")],
+    output:
+        f"{RESULTS}/latents/manifest.json",
+    log:
+        f"{RESULTS}/logs/encode.log",
+    conda:
+        "../../envs/environment.yml"
+    threads: layout.experiment.training.threads
+    resources:
+        mem_mb=scaled_by_attempt(6000),
+        runtime=scaled_by_attempt(240),
+        gpu=0 if layout.shards("encode") else CODING_GPUS,
+    params:
+        **layout.rule_params("encode"),
+    shell:
+        "kairos encode --config {params.config} 2>&1 | tee {log}"

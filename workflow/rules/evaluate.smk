@@ -7,11 +7,11 @@ for segment in layout.segments:
         name:
             f"evaluate{segment.suffix}"
         input:
-            images=[f"{TRAINING}/samples/{step}.npz" for step in segment.snapshots],
-            milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots],
-            latents=f"{RESULTS}/latents/manifest.json",
-            extractor=f"{RESULTS}/extractor/manifest.json",
-            reference=f"{RESULTS}/reference/reference.json",
+            [f"{TRAINING}/samples/{step}.npz" for step in segment.snapshots],
+            [f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots],
+            f"{RESULTS}/latents/manifest.json",
+            f"{RESULTS}/extractor/manifest.json",
+            f"{RESULTS}/reference/reference.json",
         output:
             records=[f"{TRAINING}/evaluation/{step}.json" for step in segment.snapshots],
             sums=layout.checksum_file("evaluate", "{method}", "{seed}", segment),
@@ -27,12 +27,8 @@ for segment in layout.segments:
             runtime=scaled_by_attempt(120),
             gpu=layout.gpus_per_job,
         params:
-            **layout.rule_params("evaluate", segment),
-            images=repeat_option("--samples", paths_of("images")),
-            milestones=repeat_option("--milestone", folders_of("milestones")),
-            out=repeat_option("--out", paths_of("records")),
-            read=stage_options("latents", "extractor"),
+            **layout.rule_params("evaluate"),
+            segment=segment.number,
         shell:
-            "kairos evaluate {params.images} {params.milestones} {params.out} --reference {input.reference}"
-            " {params.read} --timing {params.timing} 2>&1 | tee {log}"
-            " && cksum {output.records} > {output.sums}"
+            "kairos evaluate --config {params.config} --method {wildcards.method} --seed {wildcards.seed}"
+            " --segment {params.segment} 2>&1 | tee {log} && cksum {output.records} > {output.sums}"

@@ -5,7 +5,7 @@ rule prepare:
     input:
         lambda wildcards: controller.list_data_files(layout),
     output:
-        record=f"{RESULTS}/dataset/manifest.json",
+        f"{RESULTS}/dataset/manifest.json",
     log:
         f"{RESULTS}/logs/prepare.log",
     conda:
@@ -17,6 +17,5 @@ rule prepare:
     params:
         **layout.rule_params("prepare"),
         files=lambda wildcards: controller.fingerprint_dataset(layout),
-        out=folder_of("record"),
     shell:
-        "kairos prepare --config {params.config} --out {params.out} --timing {params.timing} 2>&1 | tee {log}"
+        "kairos prepare --config {params.config} 2>&1 | tee {log}"

@@ -23,9 +23,6 @@ rule report:
         mem_mb=2000,
         runtime=30,
     params:
-        **layout.dependency_params("report"),
-        config=layout.config_argument,
-        results=folder_of("page"),
+        **layout.rule_params("report"),
     shell:
-        "kairos report --config {params.config} --results {params.results}"
-        " --timing {params.results}/logs/report.timing.json 2>&1 | tee {log}"
+        "kairos report --config {params.config} 2>&1 | tee {log}"

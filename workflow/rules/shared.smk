@@ -25,10 +25,10 @@ for name, (read, resources_of_stage) in ((name, SHARED[name]) for name in SHARED
         name:
             name
         input:
-            **{stage: f"{RESULTS}/{stage}/manifest.json" for stage in read},
+            [f"{RESULTS}/{folder}/manifest.json" for folder in read],
             outside=layout.external_reference if name == "reference" else [],
         output:
-            record=f"{RESULTS}/{name}/{'reference' if name == 'reference' else 'manifest'}.json",
+            f"{RESULTS}/{name}/{'reference' if name == 'reference' else 'manifest'}.json",
         log:
             f"{RESULTS}/logs/{name}.log",
         conda:
@@ -39,8 +39,5 @@ for name, (read, resources_of_stage) in ((name, SHARED[name]) for name in SHARED
         params:
             **layout.rule_params(name),
             stage=name,
-            read=stage_options(*read),
-            out=folder_of("record"),
         shell:
-            "kairos {params.stage} --config {params.config} {params.read} --out {params.out}"
-            " --timing {params.timing} 2>&1 | tee {log}"
+            "kairos {params.stage} --config {params.config} 2>&1 | tee {log}"

@@ -20,9 +20,6 @@ rule track:
         mem_mb=2000,
         runtime=60,
     params:
-        **layout.dependency_params("track"),
-        config=layout.config_argument,
-        results=folder_of("table"),
+        **layout.rule_params("track"),
     shell:
-        "kairos track --config {params.config} --results {params.results} --out {output}"
-        " --timing {params.results}/logs/track.timing.json 2>&1 | tee {log}"
+        "kairos track --config {params.config} 2>&1 | tee {log}"

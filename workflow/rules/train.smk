@@ -25,13 +25,10 @@ for segment in layout.segments:
         resources:
             **training_resources(layout.experiment),
         params:
-            **layout.rule_params("train", segment),
-            steps=list(segment.steps),
-            latents=folder_of("latents"),
-            milestones_only=segment.milestones_only_option,
-            out=f"{TRAINING}",
+            **layout.rule_params("train"),
+            segment=segment.number,
+            steps=list(segment.steps),  # other steps run the job again
         shell:
-            "trap '' HUP; trap : TERM INT; kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
-            " --latents {params.latents} --milestones {params.steps} {params.milestones_only} --wait --timing {params.timing} 2>&1"
-            " | (trap '' TERM INT; exec tee {log})"
+            "trap '' HUP; trap : TERM INT; kairos train --config {params.config} --method {wildcards.method}"
+            " --seed {wildcards.seed} --segment {params.segment} 2>&1 | (trap '' TERM INT; exec tee {log})"
             " && cksum {output.milestones} {output.end} > {output.sums}"

@@ -46,7 +46,7 @@ def build_table(analysis: AnalysisOptions, experiment: Any, results: Path) -> pd
     paths = [Path(snapshot_table_path(results, analysis.name, *snapshot)) for snapshot in snapshots]
     for path in paths:
         if not path.is_file():
-            remedy = "`kairos analyse --milestone` creates it, `make run` all such files"
+            remedy = "`kairos analyse --step` creates it, `make run` all such files"
             raise KairosError(f"{path} is missing; {remedy}")
     return pd.concat(map(_read_table, paths), ignore_index=True)
 
@@ -60,7 +60,7 @@ def _read_table(path: Path) -> pd.DataFrame:
     try:
         return pd.read_csv(path, dtype={"method": str}, keep_default_na=False, na_values=[""])
     except ValueError as error:  # pandas' errors of an empty file and of lines with too many cells are such errors
-        remedy = "delete it and let `kairos analyse --milestone` create it again"
+        remedy = "delete it and let `kairos analyse --step` create it again"
         raise DamagedError(f"{path} cannot be read ({error}); {remedy}") from None
 
 

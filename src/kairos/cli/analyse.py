@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kairos.cli.common import add_config, add_timing, demand_option, set_up_device, write_timing
+from kairos.milestones import step_name
 
 if TYPE_CHECKING:
     from kairos.analyses.settings import AnalysisOptions
@@ -13,62 +14,65 @@ if TYPE_CHECKING:
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `kairos analyse`."""
-    parser.epilog = "Without --milestone: write analyses/NAME.csv and .png from the measurements."
+    parser.epilog = "Without --step: write analyses/NAME.csv and .png from the measurements."
     add = parser.add_argument
     add_config(parser)
     add("--analysis", required=True, metavar="NAME", help="name of an analysis of the experiment")
     add("--results", type=Path, metavar="DIR", help="results folder (default: results/<experiment>)")
-    add("--milestone", type=Path, metavar="D", help="measure only this snapshot")
-    add("--out", type=Path, metavar="F", help="with --milestone: CSV file to write")
+    add("--step", type=int, metavar="STEP", help="measure only the snapshot of this step of a training run")
+    add("--method", metavar="M", help="with --step: method of the training run")
+    add("--seed", type=int, metavar="N", help="with --step: seed of the training run")
     add_timing(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure one snapshot for an analysis, or write table and figure of the analysis.
 
-    With ``--milestone``, that snapshot is measured on the latents in the folder of results, and the measurements are
-    written to the CSV file in ``--out``. Without, the results are read, and ``analyses/NAME.csv`` and ``.png`` are
-    written into their folder. The folder of results is ``--results``, or by default results/<experiment>. With
-    ``--timing``, the time of the job is recorded.
+    With ``--step``, the snapshot of a training run is measured on the latents in the folder of results, and the
+    measurements are written to the folder of the training run. Without, the results are read, and
+    ``analyses/NAME.csv`` and ``.png`` are written into their folder. The time of the job is recorded.
 
     Raises:
-        ConfigError: the experiment has no such analysis, only one of ``--milestone`` and ``--out`` is set, or the
-            analysis does not measure single snapshots.
+        ConfigError: the experiment has no such analysis or method, only some of ``--step``, ``--method`` and ``--seed``
+            are set, or the analysis does not measure single snapshots.
         KairosError: the latents, the measurements or the training time of a run are missing, or a file is damaged.
         FileNotFoundError: the snapshot is missing, or another result that the analysis reads.
     """
-    from kairos.config import load
+    from kairos.cli.jobs import open_job
 
-    experiment, snapshot = load(arguments.config), arguments.milestone
-    analysis = _select_analysis(arguments, experiment)
-    both_or_neither = (snapshot is None) == (arguments.out is None)
-    demand_option(both_or_neither, "out", arguments.out, "a CSV file with --milestone, none without")
+    job = open_job(arguments)
+    analysis, step = _select_analysis(arguments, job.experiment), arguments.step
+    for option in ("method", "seed"):
+        value = getattr(arguments, option)
+        demand_option((value is None) == (step is None), option, value, "a value with --step, none without")
+    measures_snapshots = analysis.reads == "milestone"
+    demand_option(step is None or measures_snapshots, "step", step, f"none: {analysis.name} measures no snapshots")
 
     # imported after the checks of the arguments, since it takes seconds
     from kairos import resource_usage
     from kairos.analyses import tables
+    from kairos.analyses.settings import snapshot_table_path
 
     analysis.load()  # its imports belong to start-up
-    results = arguments.results or Path("results", experiment.experiment)
-    if snapshot is None:
+    results = arguments.results or job.results
+    if step is None:
         from kairos.report.analysis_figures import write_analysis  # imports matplotlib, which measurements do not need
 
         resource_usage.end_startup()
-        write_analysis(analysis, experiment, results)
+        write_analysis(analysis, job.experiment, results)
+        timing_file = job.layout.timing_file(f"analyse_{analysis.name}")
     else:
         resource_usage.end_startup()
-        measures_snapshots = analysis.reads == "milestone"
-        demand_option(
-            measures_snapshots, "milestone", snapshot, f"none: {analysis.name} does not measure single snapshots"
-        )
         tables.measure_snapshot(
             analysis,
-            snapshot=snapshot,
+            snapshot=results / job.run_folder.relative_to(job.results) / "milestones" / step_name(step),
             latents=results / "latents",
-            out=arguments.out,
-            device=set_up_device(experiment),
+            out=Path(snapshot_table_path(results, analysis.name, arguments.method, arguments.seed, step)),
+            device=set_up_device(job.experiment),
         )
-    write_timing(arguments)
+        name = f"measure_{analysis.name}.{job.method}.seed{job.seed}.{step_name(step)}"
+        timing_file = job.layout.timing_file(name)
+    write_timing(arguments, Path(timing_file))
 
 
 def _select_analysis(arguments: argparse.Namespace, experiment: "Experiment") -> "AnalysisOptions":

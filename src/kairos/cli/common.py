@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kairos.config import Experiment
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
+def add_config(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Declare ``--config F``, the experiment file."""
-    parser.add_argument("--config", type=Path, required=True, metavar="F", help="experiment file, e.g. params.yaml")
+    parser.add_argument("--config", type=Path, required=required, metavar="F", help="experiment file, e.g. params.yaml")
 
 
 def add_plugins(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,12 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_timing(parser: argparse.ArgumentParser) -> None:
     """Declare ``--timing F``, the JSON file that `write_timing` writes."""
-    parser.add_argument("--timing", type=Path, metavar="F", help="write wall, CPU and start-up time of the job to F")
+    parser.add_argument(
+        "--timing",
+        type=Path,
+        metavar="F",
+        help="write wall, CPU and start-up time of the job to F; a job of the pipeline has a default",
+    )
 
 
 def demand_option(condition: object, option: str, value: object, allowed: str) -> None:
@@ -135,17 +140,19 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
     return list(zip(*required, optional))
 
 
-def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
+def add_shards(parser: argparse.ArgumentParser, metavar: str, default: str) -> None:
     """Declare ``--shard KofN``, which computes a shard, and ``--merge``, which lists the computed shards to merge.
 
     The two options exclude each other. Without them, `shard` is None and `merge` an empty list.
 
     Args:
+        parser: parser of the command.
         metavar: placeholder of a shard's path in the help.
+        default: description of the shards that are merged without ``--merge``, for the help.
     """
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--shard", type=Shard.parse, metavar="KofN", help="compute shard K of N: whole batches")
-    merge_help = "merge this shard, written with --shard, into --out (repeatable)"
+    merge_help = f"merge this shard, written with --shard, into --out (repeatable); default: {default}"
     group.add_argument("--merge", type=Path, action="append", default=[], metavar=metavar, help=merge_help)
 
 
@@ -187,13 +194,16 @@ def set_up_device(experiment: "Experiment", device: str | None = None) -> "torch
     return compute.setup(training.threads, device or training.device, training.deterministic)
 
 
-def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:
-    """Write durations and peak memory of this process to the file of ``--timing``, if the option is set.
+def write_timing(arguments: argparse.Namespace, default: Path | None = None, **facts: Any) -> None:
+    """Write durations and peak memory of this process to the file of ``--timing``, or else to a default file.
 
     The JSON record also contains the name of the subcommand and the properties of the machine, see `portable.machine`.
 
     Args:
+        arguments: arguments of the command.
+        default: file of a job of the pipeline; None: no record is written without the option.
         facts: further entries of the record, such as the number of images.
     """
-    if arguments.timing is not None:
-        resource_usage.write_record(arguments.timing, arguments.command, machine=portable.machine(), **facts)
+    path = arguments.timing or default
+    if path is not None:
+        resource_usage.write_record(path, arguments.command, machine=portable.machine(), **facts)

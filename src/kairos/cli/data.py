@@ -38,7 +38,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     help = f"folder to write (default: results/<experiment>/{_OUTPUTS[name]})"
     parser.add_argument("--out", type=Path, metavar="DIR", help=help)
     if name == "encode":
-        add_shards(parser, "DIR")
+        add_shards(parser, "DIR", "those of autoencoder.shards, if all of them are in place")
     add_timing(parser)
 
 
@@ -51,19 +51,24 @@ def run(arguments: argparse.Namespace) -> None:
     - `encode` reads all three and writes ``latents``, one shard of them, or the latents merged from shards.
 
     Each folder can be set by an option, such as ``--dataset`` or ``--out``; by default it is in results/<experiment>.
-    With ``--timing``, the time of the job is recorded.
+    Shards of the images are merged by `encode` if all of them are in their default folders. The time of the job is
+    recorded, see ``--timing``.
 
     Raises:
         ConfigError: the experiment file is not valid, or has no text encoder for `text`.
         KairosError: a folder that the stage reads is missing or damaged.
     """
-    from kairos.config import load
+    from kairos.cli.jobs import open_job
     from kairos.data.dataset import open_dataset
     from kairos.progress import log
 
-    experiment, command = load(arguments.config), arguments.command
-    results = Path("results") / experiment.experiment
+    job, command = open_job(arguments), arguments.command
+    experiment, results = job.experiment, job.results
+    if command == "encode" and arguments.out is None and not arguments.merge:
+        arguments.merge = job.list_finished_shards()
     out = arguments.out or results / _OUTPUTS[command]
+    if job.shard is not None and arguments.out is None:
+        out = Path(job.layout.shard_path("encode", job.shard.name))
     if command == "prepare":
         description, facts = _prepare_dataset(experiment, out)
     else:
@@ -76,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
         else:
             description, facts = _encode_images(arguments, experiment, dataset, out, device)
     log(f"{out}: {description}")
-    write_timing(arguments, **facts)
+    write_timing(arguments, None if arguments.out else job.timing_file, **facts)
 
 
 def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "torch.device":

@@ -12,6 +12,7 @@ from kairos.cli.common import (
     set_up_device,
     write_timing,
 )
+from kairos.cli.jobs import Job, add_job, check_forms, open_job
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -26,15 +27,14 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def _add_stage_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `extractor` or `reference`: the experiment file, and folders to read and to write.
 
-    All of them are required.
+    Only the experiment file is required.
     """
-    add = parser.add_argument
     add_config(parser)
-    add("--dataset", type=Path, required=True, metavar="DIR", help="prepared data set")
-    if name == "reference":
-        for stage in ("autoencoder", "latents", "extractor"):
-            add(f"--{stage}", type=Path, required=True, metavar="DIR", help=f"folder of stage {stage}")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    for folder in ("dataset", "autoencoder", "latents", "extractor") if name == "reference" else ("dataset",):
+        help = f"folder to read (default: results/<experiment>/{folder})"
+        parser.add_argument(f"--{folder}", type=Path, metavar="DIR", help=help)
+    help = f"folder to write (default: results/<experiment>/{name})"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=help)
 
 
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,18 +44,21 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     names of metrics and the number of sample sets apply only to a reference that is an npz file.
     """
     add = parser.add_argument
-    parser.epilog = "Repeat --samples, --out and --milestone, in pairs, to evaluate several files in one job."
+    parser.epilog = (
+        "With --config: the samples of a training run. Without: those in --samples; repeat --samples, --out and "
+        "--milestone, in pairs, to evaluate several files in one job."
+    )
+    add_job(parser, required=False)
     add(
         "--samples",
         type=Path,
         action="append",
-        required=True,
         metavar="F",
         help="npz of generated images (repeatable)",
     )
-    add("--out", type=Path, action="append", required=True, metavar="F", help="JSON record to write (repeatable)")
+    add("--out", type=Path, action="append", metavar="F", help="JSON record to write (repeatable)")
     reference = "reference.json or its folder; or an npz of real images (with --extractor)"
-    add("--reference", type=Path, required=True, metavar="F", help=reference)
+    add("--reference", type=Path, metavar="F", help=reference)
     milestone = "snapshot whose validation loss is added to the record (repeatable)"
     add("--milestone", type=Path, action="append", metavar="D", help=milestone)
     extractor = "folder, or the published inception or dinov2; default: ../extractor of the reference"
@@ -85,20 +88,20 @@ def run(arguments: argparse.Namespace) -> None:
     - `evaluate` reads npz files of samples and the reference, and writes a JSON record of metrics for each npz file. It
       logs warnings about the numbers of images.
 
-    With ``--timing``, the time of the job is recorded, for `evaluate` with the number of files.
+    The time of a job of the pipeline is recorded, for `evaluate` with the number of files.
     """
-    if arguments.command == "extractor":
-        _build_extractor(arguments)
-        write_timing(arguments)
-    elif arguments.command == "reference":
-        _build_reference(arguments)
-        write_timing(arguments)
-    else:
+    if arguments.command == "evaluate":
         _evaluate(arguments)
-        write_timing(arguments, files=len(arguments.samples))
+        return
+    job = open_job(arguments)
+    if arguments.command == "extractor":
+        _build_extractor(arguments, job)
+    else:
+        _build_reference(arguments, job)
+    write_timing(arguments, None if arguments.out else job.timing_file)
 
 
-def _build_extractor(arguments: argparse.Namespace) -> None:
+def _build_extractor(arguments: argparse.Namespace, job: Job) -> None:
     """Write the folder of the feature extractor that `evaluation.extractor` selects, or that is chosen for ``auto``.
 
     A classifier is trained on the data set, on the CPU; a published extractor is copied, after its download if it is
@@ -108,9 +111,7 @@ def _build_extractor(arguments: argparse.Namespace) -> None:
         ConfigError: the experiment is not valid; or the extractor is ``auto``, and the evaluation is not possible.
         KairosError: the data set is missing, or the extractor cannot be trained or downloaded.
     """
-    from kairos.config import load
-
-    experiment = load(arguments.config)
+    experiment = job.experiment
     if experiment.evaluation.extractor.name == "auto":
         # `resolve` lists all images of the source, so it is called only if necessary; jobs of Snakemake get a resolved
         # experiment
@@ -121,15 +122,15 @@ def _build_extractor(arguments: argparse.Namespace) -> None:
     from kairos.data.dataset import open_dataset
     from kairos.evaluation import extractors
 
-    dataset = open_dataset(arguments.dataset)
+    dataset = open_dataset(arguments.dataset or job.results / "dataset")
     extractor = experiment.evaluation.extractor
     extractor.load()  # imports the extractor's code now, so that the timing counts the imports as start-up
     set_up_device(experiment, "cpu")
     resource_usage.end_startup()
-    extractors.build_extractor(extractor, dataset, arguments.out)
+    extractors.build_extractor(extractor, dataset, arguments.out or job.results / "extractor")
 
 
-def _build_reference(arguments: argparse.Namespace) -> None:
+def _build_reference(arguments: argparse.Namespace, job: Job) -> None:
     """Write the statistics of real images and the reference rows, such as the distance of held-out images.
 
     Data set, autoencoder, latents and extractor are read. The statistics and ``reference.json`` are written to
@@ -139,35 +140,40 @@ def _build_reference(arguments: argparse.Namespace) -> None:
         ConfigError: the experiment is not valid.
         KairosError: a folder that the stage reads is missing or damaged.
     """
-    from kairos.config import load
-
-    experiment = load(arguments.config)
-
     from kairos.evaluation import reference  # imported after the check of the experiment file, since it takes seconds
 
+    results = job.results
     reference.build_reference(
-        experiment.evaluation,
-        set_up_device(experiment),
-        dataset=arguments.dataset,
-        autoencoder=arguments.autoencoder,
-        latents=arguments.latents,
-        extractor=arguments.extractor,
-        out=arguments.out,
+        job.experiment.evaluation,
+        set_up_device(job.experiment),
+        dataset=arguments.dataset or results / "dataset",
+        autoencoder=arguments.autoencoder or results / "autoencoder",
+        latents=arguments.latents or results / "latents",
+        extractor=arguments.extractor or results / "extractor",
+        out=arguments.out or results / "reference",
     )
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    """Compare each file of samples with the reference, and write its record.
+    """Compare samples with the reference, and write their records.
 
-    With ``--milestone``, the record contains the validation loss of the snapshot too. Without ``--metrics``, the
-    metrics of the reference are measured, or for an npz reference the default metrics of the extractor. If a file
-    cannot be evaluated, the records of earlier files remain.
+    With ``--config``, the samples are those of a training run, and all files are in the folder of results. Without, the
+    options name the files. With ``--milestone``, a record contains the validation loss of the snapshot too. Without
+    ``--metrics``, the metrics of the reference are measured, or for an npz reference the default metrics of the
+    extractor. If a file cannot be evaluated, the records of earlier files remain.
 
     Raises:
-        ConfigError: options that are repeated together have different numbers of values, ``--sets`` is below 1, or
-            ``--metrics`` is set although the reference is not an npz file.
+        ConfigError: options of both forms are combined, or a required one is missing; options that are repeated
+            together have different numbers of values, ``--sets`` is below 1, or ``--metrics`` is set although the
+            reference is not an npz file.
         KairosError: a file is missing or damaged, or files do not belong together.
     """
+    check_forms(arguments, ("samples", "out", "milestone", "reference", "extractor", "latents", "metrics"))
+    if arguments.config is not None:
+        _evaluate_run(arguments, open_job(arguments))
+        return
+    for option in ("samples", "out", "reference"):
+        demand_option(getattr(arguments, option), option, "none", "a path, or --config, --method and --seed")
     outputs = pair_options(arguments, "samples", "out", "milestone")
     demand_option(arguments.sets >= 1, "sets", arguments.sets, "1 or more")
 
@@ -183,3 +189,31 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         metric_names=arguments.metrics.split(",") if arguments.metrics else None,
         device=arguments.device,
     )
+    write_timing(arguments, files=len(jobs))
+
+
+def _evaluate_run(arguments: argparse.Namespace, job: Job) -> None:
+    """Evaluate the samples of a training run or of a segment of it, and write their records.
+
+    Raises:
+        KairosError: a file is missing or damaged, or files do not belong together.
+    """
+    from kairos.evaluation import evaluate
+
+    folder, results = job.run_folder, job.results
+    jobs = [
+        evaluate.EvaluationJob(
+            samples=folder / "samples" / f"{snapshot}.npz",
+            out=folder / "evaluation" / f"{snapshot}.json",
+            milestone=folder / "milestones" / snapshot,
+        )
+        for snapshot in job.snapshots
+    ]
+    evaluate.run(
+        jobs,
+        results / "reference" / "reference.json",
+        extractor=results / "extractor",
+        latents=results / "latents",
+        device=arguments.device,
+    )
+    write_timing(arguments, job.timing_file, files=len(jobs))

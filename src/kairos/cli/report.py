@@ -7,7 +7,7 @@ from kairos.cli.common import add_timing, load_experiment_at, write_timing
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `report` or `track`; only `track` has ``--out``, which it requires.
+    """Declare the arguments of `report` or `track`; only `track` has ``--out``.
 
     Exactly one of ``--config`` and PATH is required.
     """
@@ -18,8 +18,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     group.add_argument("path", type=Path, nargs="?", metavar="PATH", help=path)
     parser.add_argument("--results", type=Path, metavar="DIR", help="results folder (default: results/<experiment>)")
     if name == "track":
-        out = "record of the import to write, e.g. tracking.json"
-        parser.add_argument("--out", type=Path, required=True, metavar="F", help=out)
+        out = "record of the import to write (default: tracking.json in the results folder)"
+        parser.add_argument("--out", type=Path, metavar="F", help=out)
     add_timing(parser)
 
 
@@ -27,9 +27,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Read the results of an experiment, and write its report or import the results into MLflow.
 
     `report` writes tables, figures and the page into the folder of results, and prints the path of the page. `track`
-    writes runs into MLflow's store and a record of the import to ``--out``; an error of the store is logged and
+    writes runs into MLflow's store and a record of the import; an error of the store is logged and
     recorded, but not raised. The folder is ``--results``, or by default the folder of the experiment file or the folder
-    PATH. With ``--timing``, the time of the job is recorded.
+    PATH. The time of the job is recorded with ``--timing`` or ``--config``.
 
     Raises:
         KairosError: results are missing. `report` with PATH accepts that, unless no training run has results.
@@ -47,5 +47,5 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         from kairos.tracking.track import track
 
-        track(experiment, results, arguments.out)  # marks the end of start-up itself
-    write_timing(arguments)
+        track(experiment, results, arguments.out or results / "tracking.json")  # marks the end of start-up itself
+    write_timing(arguments, results / "logs" / f"{arguments.command}.timing.json" if arguments.config else None)

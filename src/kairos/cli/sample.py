@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.cli.common import add_device, add_shards, add_timing, demand_option, pair_options, write_timing, yaml_type
+from kairos.cli.jobs import Job, add_job, check_forms, open_job
 from kairos_timesteps.errors import ConfigError
 
 # options that are fields of section `sampling`
@@ -20,18 +21,19 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     ``--seed`` and ``--grid-images``, which are then None.
     """
     parser.epilog = (
-        "Repeat --milestone and --out, in pairs, to sample from several snapshots in one job. Options that are omitted "
-        "have the values of the snapshot's configuration. Image i depends only on the seed and on i."
+        "With --config: images of all snapshots of a training run. Without: repeat --milestone and --out, in pairs, to "
+        "sample from several snapshots in one job; options that are omitted have the values of the snapshot's "
+        "configuration. Image i depends only on the seed and on i."
     )
+    add_job(parser, required=False, seed="seed of the training run; without --config, of the images")
     add = parser.add_argument
 
     # snapshots, files to write, and images
-    add("--milestone", type=Path, action="append", required=True, metavar="D", help="folder of a snapshot (repeatable)")
-    add("--out", type=Path, action="append", required=True, metavar="F", help="npz file to write (repeatable)")
+    add("--milestone", type=Path, action="append", metavar="D", help="folder of a snapshot (repeatable)")
+    add("--out", type=Path, action="append", metavar="F", help="npz file to write (repeatable)")
     add("--grid", type=Path, action="append", metavar="F", help="PNG with a grid of the first images (repeatable)")
     add("--grid-images", type=int, metavar="N", help="number of images in the grid")
-    add("--num", type=int, required=True, metavar="N", help="number of images")
-    add("--seed", type=int, metavar="S", help="seed of the images")
+    add("--num", type=int, metavar="N", help="number of images")
     # fields of section `sampling`
     solver = "ddpm, ddim, dpm_solver, euler, heun, or with options as in an experiment file: '{name: ddim, eta: 1}'"
     override = partial(add, default=argparse.SUPPRESS)  # absent unless set: the snapshot has the defaults
@@ -63,7 +65,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         help="latents with the conditions of the training data; default: results/<experiment>/latents of the snapshot",
     )
     add_device(parser)
-    add_shards(parser, "F")
+    add_shards(parser, "F", "with --config those of sampling.shards, if all of them are in place")
     add_timing(parser)
 
 
@@ -84,6 +86,12 @@ def run(arguments: argparse.Namespace) -> None:
             fit a snapshot.
         KairosError: a file is missing or damaged; the npz files of earlier snapshots remain.
     """
+    check_forms(arguments, ("milestone", "out", "grid", "grid_images", "num", "autoencoder", "latents", *_SETTINGS))
+    if arguments.config is not None:
+        _sample_run(arguments, open_job(arguments))
+        return
+    for option in ("milestone", "out", "num"):
+        demand_option(getattr(arguments, option) is not None, option, "none", "a value, or --config, --method, --seed")
     outputs = pair_options(arguments, "milestone", "out", "grid")
     shard_files = arguments.merge
     shards_per_output, remainder = divmod(len(shard_files), len(outputs))
@@ -112,6 +120,40 @@ def run(arguments: argparse.Namespace) -> None:
     )
     sample.run(jobs, request)
     write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))
+
+
+def _sample_run(arguments: argparse.Namespace, job: Job) -> None:
+    """Generate the images of all snapshots of a training run, or of a segment of it, as the experiment configures.
+
+    With ``--shard``, the files contain one shard of the images. Without, shards are merged if all of them are in place.
+
+    Raises:
+        KairosError: a file is missing or damaged; the files of earlier snapshots remain.
+    """
+    from kairos.sampling import sample
+
+    experiment, folder = job.experiment, job.run_folder
+    jobs = []
+    for snapshot in job.snapshots:
+        out, grid = folder / "samples" / f"{snapshot}.npz", folder / "samples" / f"{snapshot}.png"
+        if job.shard is not None:
+            seed = str(job.seed)
+            out = Path(job.layout.shard_path("sample", job.shard.name, str(job.method), seed, snapshot))
+        shards = tuple(job.list_finished_shards(snapshot))
+        jobs.append(sample.SamplingJob(folder / "milestones" / snapshot, out, None if job.shard else grid, shards))
+    overrides = experiment.sampling.model_dump(mode="json", exclude={"shards", "seed"})
+    image_count = experiment.evaluation.num_samples * experiment.evaluation.sets
+    request = sample.SamplingRequest(
+        num=image_count,
+        seed=experiment.sampling.seed,
+        overrides=overrides,
+        autoencoder=job.results / "autoencoder",
+        latents=job.results / "latents",
+        shard=job.shard,
+        device=arguments.device,
+    )
+    sample.run(jobs, request)
+    write_timing(arguments, job.timing_file, milestones=len(jobs), images=image_count * len(jobs))
 
 
 def _check_overrides(overrides: dict[str, Any]) -> None:

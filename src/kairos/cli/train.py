@@ -2,27 +2,22 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kairos import resource_usage
-from kairos.cli.common import add_config, add_timing, demand_option, write_timing
+from kairos.cli.common import add_timing, demand_option, write_timing
+from kairos.cli.jobs import Job, add_job, open_job
 from kairos.training.job import StoppedEarly, StopRequest
-
-if TYPE_CHECKING:
-    from kairos.config import Experiment
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `kairos train`."""
-    add_config(parser)
+    add_job(parser)
     add = parser.add_argument
-    add("--method", required=True, metavar="M", help="name of a method of the experiment")
-    add("--seed", required=True, type=int, metavar="N", help="seed of the training run")
-    add("--out", required=True, type=Path, metavar="D", help="folder of the training run")
+    add("--out", type=Path, metavar="D", help="folder of the training run; default: in results/<experiment>")
     add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents")
-    add(
-        "--milestones", type=int, nargs="+", metavar="STEP", help="steps of snapshots; default: those of the experiment"
-    )
+    milestones = "steps of snapshots; default: those of the experiment, or of the segment"
+    add("--milestones", type=int, nargs="+", metavar="STEP", help=milestones)
     add("--restart", action="store_true", help="delete the checkpoint and start from step 0")
     versions = "resume a checkpoint of other versions of torch or diffusers; pipeline jobs never do"
     add("--accept-versions", action="store_true", help=versions)
@@ -31,14 +26,15 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write only the snapshots, since a later job resumes the training run",
     )
-    add("--wait", action="store_true", help="wait for another process that trains in this folder")
+    wait = "wait for another process that trains in this folder; a job with --segment always waits"
+    add("--wait", action="store_true", help=wait)
     add_timing(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train one method with one seed, or resume its training run, and write the snapshots to ``--out``.
+    """Train one method with one seed, or resume its training run, and write the snapshots to its folder.
 
-    Files read: the experiment file and the latents. Files written to ``--out``: snapshots, the state to resume from,
+    Files read: the experiment file and the latents. Files written to the folder: snapshots, the state to resume from,
     and without ``--milestones-only`` also checkpoint, metrics and record of the run. A complete run computes no step.
 
     A request to stop ends training after the current step, with a checkpoint, and its reason is logged. Requests are
@@ -73,43 +69,41 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
         SystemExit: a launched process failed and has reported its error.
         KairosError: training is not possible, or a launched process was killed.
     """
-    from kairos.config import load
     from kairos.training import launch
 
-    experiment = load(arguments.config)
-    method, seed = arguments.method, arguments.seed
-    demand_option(method in experiment.methods, "method", repr(method), ", ".join(experiment.methods))
-    demand_option(seed >= 0, "seed", seed, "0 or more")
-    milestones = _select_milestones(arguments, experiment)
-    is_distributed = experiment.training.processes > 1
+    job = open_job(arguments)
+    milestones = _select_milestones(arguments, job)
+    is_distributed = job.experiment.training.processes > 1
     is_launched = launch.local_rank() is not None  # this process is a rank of a distributed run
     if is_distributed and not is_launched:
-        launch.launch(experiment.training)
+        launch.launch(job.experiment.training)
         return
 
     with launch.report_first_failure():  # raises every error of a process without a launcher
         if is_distributed:
             launch.die_with_launcher()
-        facts = _train_in_this_process(arguments, experiment, milestones, stop_request)
+        facts = _train_in_this_process(arguments, job, milestones, stop_request)
         if launch.is_reporting_process():
-            write_timing(arguments, method=method, seed=seed, **facts)
+            timing_file = None if arguments.out else job.timing_file
+            write_timing(arguments, timing_file, method=job.method, seed=job.seed, **facts)
 
 
-def _select_milestones(arguments: argparse.Namespace, experiment: "Experiment") -> list[int]:
-    """Return the steps of the snapshots, ascending and each once: ``--milestones``, or else those of the experiment.
+def _select_milestones(arguments: argparse.Namespace, job: Job) -> list[int]:
+    """Return the steps of the snapshots, ascending and each once: ``--milestones``, or those of segment or experiment.
 
     Only the steps of the experiment always contain step 0.
 
     Raises:
         ConfigError: a step is negative.
     """
-    milestones = sorted(set(arguments.milestones or experiment.milestones))
+    steps = job.segment.steps if job.segment else job.experiment.milestones
+    milestones = sorted(set(arguments.milestones or steps))
     demand_option(milestones[0] >= 0, "milestones", milestones[0], "0 or more")
     return milestones
 
 
 def _train_in_this_process(
-    arguments: argparse.Namespace, experiment: "Experiment", milestones: list[int], stop_request: StopRequest
+    arguments: argparse.Namespace, job: Job, milestones: list[int], stop_request: StopRequest
 ) -> dict[str, Any]:
     """Train as the only process or as one rank, and return the entries of the timing record, see `run.train`.
 
@@ -125,8 +119,9 @@ def _train_in_this_process(
     from kairos.tracking.live import reporting
     from kairos.training.run import import_components, train
 
-    method, seed, out = arguments.method, arguments.seed, arguments.out
-    latents = arguments.latents or Path("results") / experiment.experiment / "latents"
+    experiment, method, seed, segment = job.experiment, arguments.method, arguments.seed, job.segment
+    out = arguments.out or job.run_folder
+    latents = arguments.latents or job.results / "latents"
     run_settings = experiment.run_settings(method, seed)
     check_unedited(arguments.config, method, run_settings.method)
     import_components(run_settings)  # now, so that the timing counts the imports as start-up
@@ -138,8 +133,8 @@ def _train_in_this_process(
             local_latents,
             milestones,
             restart=arguments.restart,
-            milestones_only=arguments.milestones_only,
-            wait=arguments.wait,
+            milestones_only=arguments.milestones_only or (segment is not None and not segment.is_last),
+            wait=arguments.wait or segment is not None,
             stop_request=stop_request,
             accept_versions=arguments.accept_versions,
         )

@@ -262,7 +262,7 @@ def starts(workflow: Any, layout: Layout) -> None:
     if workflow.touch:
         touch_without_pauses()
     else:
-        _mark_trainings_to_start_over(workflow, Path(layout.results))
+        _mark_trainings_to_start_over(workflow, layout)
     if workflow.local_exec:
         _end_on_signals(workflow.scheduler)
     if workflow.local_exec and not workflow.touch:
@@ -270,7 +270,7 @@ def starts(workflow: Any, layout: Layout) -> None:
         fork_server.start_server(layout.config_file, layout.experiment.training.threads, stages)
 
 
-def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
+def _mark_trainings_to_start_over(workflow: Any, layout: Layout) -> None:
     """Mark the completed requests that start over, see `_requests_to_start_over`; unmark all other completed requests.
 
     Training runs write the record of a completed request, such as ``complete/400-1c2d3e4f.json``, into their state
@@ -280,10 +280,10 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
         DamagedError: the record of a completed request is damaged.
     """
     completed: dict[Path, Request] = {}
-    for path in results.glob("*/seed*/.state/*/complete/*.json"):
+    for path in Path(layout.results).glob("*/seed*/.state/*/complete/*.json"):
         training_folder = path.parents[3].as_posix()  # results/<experiment>/<method>/seed<seed>
         completed[path] = training_folder, tuple(read_json(path)["milestones"])
-    starting_over = _requests_to_start_over(workflow, set(completed.values()))
+    starting_over = _requests_to_start_over(workflow, layout, set(completed.values()))
     for path, request in completed.items():
         mark = path.with_suffix(".start_over")
         if request in starting_over:
@@ -292,7 +292,7 @@ def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
             mark.unlink(missing_ok=True)
 
 
-def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Request]:
+def _requests_to_start_over(workflow: Any, layout: Layout, completed: set[Request]) -> set[Request]:
     """Return the requests of completed jobs that will run because the user has forced them or has deleted an output.
 
     A job is completed if Snakemake has recorded it as complete and its request is in `completed`. Deleted outputs
@@ -301,24 +301,19 @@ def _requests_to_start_over(workflow: Any, completed: set[Request]) -> set[Reque
     jobs_by_training: dict[str, list[Any]] = defaultdict(list)
     for job in workflow.dag.needrun_jobs():
         if job.rule.name.startswith("train"):
-            jobs_by_training[job.params.out].append(job)
+            jobs_by_training[layout.training_folder(job.wildcards.method, job.wildcards.seed)].append(job)
     starting_over: set[Request] = set()
-    for jobs in jobs_by_training.values():
+    for folder, jobs in jobs_by_training.items():
         completed_jobs = []
         for job in jobs:
-            if is_recorded_as_complete(workflow, job) and _request_of(job) in completed:
+            if is_recorded_as_complete(workflow, job) and (folder, tuple(job.params.steps)) in completed:
                 completed_jobs.append(job)
         # otherwise DVC may have deleted the outputs, because the training run has a new segment
         all_completed = len(completed_jobs) == len(jobs)
         for job in completed_jobs:
             if _is_forced(workflow, job) or (all_completed and _has_missing_output(job)):
-                starting_over.add(_request_of(job))
+                starting_over.add((folder, tuple(job.params.steps)))
     return starting_over
-
-
-def _request_of(job: Any) -> Request:
-    """Return the request of a training job: the folder of its training run and its milestones."""
-    return job.params.out, tuple(job.params.steps)
 
 
 def _is_forced(workflow: Any, job: Any) -> bool:

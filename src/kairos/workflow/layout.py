@@ -1,9 +1,7 @@
 """Layout of an experiment for the workflow: its folders and files, its training runs, stages, rules and jobs."""
 
-import json
 import os
 import re
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -48,13 +46,6 @@ class Segment:
     def snapshots(self) -> list[str]:
         """Names of the segment's snapshots in folders and files, such as ``0000400``."""
         return name_snapshots(self.steps)
-
-    def milestones_only_option(self, wildcards: Any, output: Any) -> str:
-        """Return the option of ``kairos train``: ``--milestones-only`` if another segment follows, else an empty text.
-
-        The arguments are unused: Snakemake does not record the result of a function that takes `output`.
-        """
-        return "" if self.is_last else "--milestones-only"
 
 
 @dataclass(frozen=True)
@@ -267,6 +258,27 @@ class Layout:
         folder = self.training_folder(wildcards.method, wildcards.seed)
         return [f"{folder}/training.json"] if wildcards.step == self.snapshots[-1] else []
 
+    def shard_path(self, stage: str, shard: str, method: str = "", seed: int | str = "", snapshot: str = "") -> str:
+        """Return the path of a computed shard: a folder of latents, or a file of samples of a snapshot."""
+        if stage == "encode":
+            return f"{self.results}/{_SHARDS_FOLDER}/latents.{shard}"
+        folder = f"{self.training_folder(method, seed)}/{_SHARDS_FOLDER}"
+        return f"{folder}/batch{self.experiment.sampling.batch_size}/{snapshot}.{shard}.npz"  # of whole batches
+
+    def timing_file(self, stage: str, run: str | None = None, segment: int = 1, shard: str | None = None) -> str:
+        """Return the path of the file with a job's times, which is no output, because it differs in every run.
+
+        Args:
+            stage: name of the stage, or of the stage and more.
+            run: method and seed of the training run, such as ``speed_seed1``; None: a stage that all runs share.
+            segment: number of the run's segment.
+            shard: name of the job's shard; None: the job computes no shard.
+        """
+        name = stage if run is None else f"{stage}/{run}/{segment}"
+        if shard is not None:
+            name = f"{_SHARDS_FOLDER}/{name}.{shard}"
+        return f"{self.results}/timing/{name}.json"
+
     def checksum_file(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
         """Return the path of the file with the checksums of a job's outputs, for one segment of a training run."""
         # the files of all runs and segments are in one folder, on which DVC's report stage can depend
@@ -299,34 +311,12 @@ class Layout:
         """Return a wildcard constraint, a regular expression, that matches exactly the texts of the values."""
         return "|".join(re.escape(str(value)) for value in values)
 
-    def rule_params(self, rule: str, segment: Segment | None = None) -> dict[str, Any]:
-        """Return the ``params:`` of a rule: `dependency_params`, the function ``config``, and the path ``timing``.
+    def rule_params(self, stage: str) -> dict[str, Any]:
+        """Return the ``params:`` of a stage's rules: the function ``config``, and what makes the stage run again.
 
-        ``config`` returns the path of the frozen experiment. The timing file is not an output, because it differs in
-        every run. Its path contains the wildcards of the rule, such as
-        ``results/tiny/timing/train/{method}_seed{seed}/1.json``.
-
-        Args:
-            rule: name of the rule, without the suffix of a segment.
-            segment: segment of the rule's jobs; None: its stage is not split into segments.
-        """
-        stage = rule.removesuffix("_shards")
-        is_shard_rule = rule != stage  # rule STAGE_shards computes the shards of a stage
-        timing_name = stage
-        if stage.startswith("measure_"):
-            timing_name += ".{method}.seed{seed}.{step}"
-        elif segment is not None:
-            timing_name += f"/{{method}}_seed{{seed}}/{segment.number}"
-        if is_shard_rule:
-            timing_name = f"{_SHARDS_FOLDER}/{timing_name}.{{shard}}"
-        timing = f"{self.results}/timing/{timing_name}.json"
-        return {**self.dependency_params(stage), "timing": timing, "config": self.config_argument}
-
-    def dependency_params(self, stage: str) -> dict[str, Callable[[Any], Any]]:
-        """Return the ``params:`` that make Snakemake run a stage again if a field or the code of its results changes.
-
-        The keys are the sections of `select_fields`, and ``code``. Each value is a function of a job's wildcards, which
-        returns the section's fields, or the hash of the code.
+        ``config`` returns the path of the frozen experiment. The other keys are the sections of `select_fields` and
+        ``code``. Each value is a function of a job's wildcards, which returns the section's fields, or the hash of the
+        code. Snakemake runs a job again if a value changes.
         """
         row = self.stages[stage]
         depends_on_method = row.name == "train"
@@ -346,7 +336,8 @@ class Layout:
 
         # the names of the fields are equal for all methods
         sections = list_sections(self.experiment, row, self.methods[0] if depends_on_method else None)
-        return {name: build_function(name) for name in (*select_fields(row, sections), "code")}
+        values = {name: build_function(name) for name in (*select_fields(row, sections), "code")}
+        return {**values, "config": self.config_argument}
 
     def dependencies(self, stage: str, method: str | None = None) -> dict[str, Any]:
         """Return the fields that a stage's results depend on and, under ``code``, the hash of its code.
@@ -363,21 +354,6 @@ class Layout:
         The arguments are unused: Snakemake does not record the result of a function that takes `output`.
         """
         return self.config_file.as_posix()
-
-    def sampling_options(self, wildcards: Any, output: Any) -> str:
-        """Return the options of ``kairos sample`` for section `sampling`, as one text.
-
-        An example is ``--steps 50 --weights ema ...``. Every field but `shards` is an option, with JSON or a text as
-        its value, quoted for the shell. The options are equal for all jobs. The arguments are unused: Snakemake does
-        not record the result of a function that takes `output`.
-        """
-        sampling = self.experiment.sampling.model_dump(mode="json", exclude={"shards"})
-        sampling["grid_images"] = sampling.pop("grid")  # the field's name differs from the option's, --grid-images
-        options = []
-        for name, value in sampling.items():
-            text = value if isinstance(value, str) else json.dumps(value)  # None becomes null, as in the experiment
-            options.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
-        return " ".join(options)
 
 
 def name_snapshots(steps: tuple[int, ...]) -> list[str]:

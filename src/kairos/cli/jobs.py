@@ -1,0 +1,131 @@
+"""A job of the pipeline on the command line: the experiment file, and what the job computes of the experiment."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kairos.cli.common import add_config, demand_option
+from kairos.shards import Shard
+
+if TYPE_CHECKING:
+    from kairos.config import Experiment
+    from kairos.workflow.layout import Layout, Segment
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the pipeline: a stage of an experiment, or a part of it.
+
+    Attributes:
+        layout: the experiment and its files.
+        stage: name of the stage.
+        method, seed: the training run; None for a stage that all runs share.
+        segment: segment of the training run; None for a stage that all runs share.
+        shard: the shard that the job computes; None: it computes everything, or merges shards.
+    """
+
+    layout: "Layout"
+    stage: str
+    method: str | None = None
+    seed: int | None = None
+    segment: "Segment | None" = None
+    shard: Shard | None = None
+
+    @property
+    def experiment(self) -> "Experiment":
+        """The experiment."""
+        return self.layout.experiment
+
+    @property
+    def results(self) -> Path:
+        """Folder of the experiment's results."""
+        return Path(self.layout.results)
+
+    @property
+    def run_folder(self) -> Path:
+        """Folder of the training run."""
+        return Path(self.layout.training_folder(str(self.method), str(self.seed)))
+
+    @property
+    def snapshots(self) -> list[str]:
+        """Names of the segment's snapshots, or of all snapshots of the run."""
+        return self.segment.snapshots if self.segment else self.layout.snapshots
+
+    @property
+    def timing_file(self) -> Path:
+        """File of the job's times, see `kairos.resource_usage.write_record`."""
+        run = f"{self.method}_seed{self.seed}" if self.method else None
+        segment = self.segment.number if self.segment else 1
+        return Path(self.layout.timing_file(self.stage, run, segment, self.shard.name if self.shard else None))
+
+    def list_finished_shards(self, snapshot: str = "") -> list[Path]:
+        """Return the paths of all shards of the job, or of a snapshot's images, if all of them exist; else empty.
+
+        The list is empty for a job that computes a shard.
+        """
+        if self.shard is not None:
+            return []
+        paths = []
+        for shard in self.layout.shards(self.stage):
+            paths.append(Path(self.layout.shard_path(self.stage, shard, self.method or "", self.seed or 0, snapshot)))
+        return paths if all(path.exists() for path in paths) else []
+
+
+def add_job(parser: argparse.ArgumentParser, required: bool = True, seed: str = "seed of the training run") -> None:
+    """Declare ``--config``, ``--method``, ``--seed`` and ``--segment``, by which the pipeline calls a job of a run.
+
+    Args:
+        parser: parser of the command.
+        required: False for commands that are also called without an experiment file.
+        seed: help of ``--seed``.
+    """
+    add_config(parser, required)
+    parser.add_argument("--method", required=required, metavar="M", help="name of a method of the experiment")
+    parser.add_argument("--seed", required=required, type=int, metavar="N", help=seed)
+    segment = "segment of the training run, from 1 (training.segments); default: the whole run"
+    parser.add_argument("--segment", type=int, metavar="K", help=segment)
+
+
+def open_job(arguments: argparse.Namespace) -> Job:
+    """Return the job that the arguments of `add_job` select, and ``--shard`` if the command has it.
+
+    Raises:
+        ConfigError: the experiment is not valid, or does not have the method or the segment; or the seed is negative.
+    """
+    from kairos.config import load
+    from kairos.workflow.layout import Layout
+
+    layout = Layout(load(arguments.config), arguments.config)
+    method, seed, number = (getattr(arguments, name, None) for name in ("method", "seed", "segment"))
+    if method is not None:
+        demand_option(method in layout.methods, "method", repr(method), ", ".join(layout.methods))
+    if seed is not None:
+        demand_option(seed >= 0, "seed", seed, "0 or more")
+    segment = None
+    if number is not None:
+        count = len(layout.segments)
+        demand_option(1 <= number <= count, "segment", number, f"1 to {count} (training.segments)")
+        segment = layout.segments[number - 1]
+    return Job(layout, arguments.command, method, seed, segment, getattr(arguments, "shard", None))
+
+
+def check_forms(arguments: argparse.Namespace, options_by_hand: tuple[str, ...]) -> None:
+    """Check a command that has two forms: ``--config``, ``--method`` and ``--seed``, or options that name files.
+
+    Args:
+        arguments: arguments of the command.
+        options_by_hand: options that are not allowed with ``--config``.
+
+    Raises:
+        ConfigError: options of the two forms are combined, or ``--config`` lacks the method or the seed.
+    """
+    if arguments.config is None:
+        for option in ("method", "segment"):
+            demand_option(getattr(arguments, option) is None, option, getattr(arguments, option), "with --config only")
+        return
+    for option in ("method", "seed"):
+        demand_option(getattr(arguments, option) is not None, option, "none", "a value with --config")
+    for option in options_by_hand:
+        value = getattr(arguments, option, None)
+        demand_option(not value, option, value, "none with --config, whose experiment decides it")
