@@ -10,7 +10,7 @@ min_version("9.19")
 
 layout = controller.open_layout(workflow, config)
 RESULTS = layout.results
-TRAINING = f"{RESULTS}/{{method}}/seed{{seed}}"
+TRAINING = layout.training_folder("{method}", "{seed}")
 
 
 # image of envs/kairos.def, for `--software-deployment-method apptainer`; the cluster's profile shows the options

@@ -129,19 +129,19 @@ def hash_results(results: Path) -> dict[str, str]:
     from kairos.cli.verify import run
 
     hashes = {}
-    for record in sorted(results.glob("*/seed*/training.json")):
+    for record in sorted(results.glob("methods/*/seed*/training.json")):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             run(argparse.Namespace(folder=record.parent, against=None))
         for line in printed.getvalue().splitlines():
             name, value = line.rsplit(" ", 1)
             hashes[f"{record.parent.relative_to(results)} {name}"] = value
-    for path in sorted(results.glob("*/seed*/**/*.npy")):
+    for path in sorted(results.glob("methods/*/seed*/**/*.npy")):
         hashes[str(path.relative_to(results))] = hashlib.sha256(path.read_bytes()).hexdigest()
-    for path in sorted(results.glob("*/seed*/**/*.npz")):
+    for path in sorted(results.glob("methods/*/seed*/**/*.npz")):
         with np.load(path) as arrays:
             hashes[str(path.relative_to(results))] = digest(arrays["images"])  # without the protocol's identity
-    for path in sorted(results.glob("*/seed*/evaluation/*.json")):
+    for path in sorted(results.glob("methods/*/seed*/evaluation/*.json")):
         hashes[str(path.relative_to(results))] = digest(json.loads(path.read_text(encoding="utf-8"))["metrics"])
     return hashes
 

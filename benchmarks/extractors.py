@@ -43,7 +43,7 @@ from kairos.data.dataset import PreparedDataset
 from kairos.data.random_order import random_order
 from kairos.evaluation import classifier, extractors, measurements, metrics
 from kairos.evaluation.settings import ClassifierOptions, SelfsupervisedOptions
-from kairos.files import write_json
+from kairos.files import write_record
 from kairos_timesteps.randomness import Stream
 
 FILES = {
@@ -242,7 +242,7 @@ def trained(name: str, dataset: PreparedDataset, **options: Any) -> tuple[extrac
         begun = time.process_time()
         manifest = {"options": vars(settings), **TRAINED[name](settings, dataset, Path(folder))}
         seconds = time.process_time() - begun
-        write_json(Path(folder) / "manifest.json", manifest)
+        write_record(Path(folder) / "manifest.json", manifest)
         return classifier.load(Path(folder), manifest), seconds
 
 

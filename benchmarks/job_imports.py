@@ -25,18 +25,7 @@ LARGE = (
     *("torch", "torch._dynamo", "torchvision", "torch_fidelity", "diffusers", "transformers", "datasets"),
     *("scipy", "scipy.stats", "sklearn", "pandas", "matplotlib", "matplotlib.pyplot", "mlflow", "dvc", "snakemake"),
 )
-RESULTS = "results/demo"
-TRAINING = f"{RESULTS}/log_normal/seed1"
-SNAPSHOTS = [f"{TRAINING}/milestones/000000{step}" for step in (0, 2, 4)]
-SAMPLES = [f"{TRAINING}/samples/000000{step}.npz" for step in (0, 2, 4)]
-LATENTS = ("--latents", f"{RESULTS}/latents")
-EXTRACTOR = ("--extractor", f"{RESULTS}/extractor")
-
-
-def repeat(option: str, values: list[str]) -> list[str]:
-    """Return words of a command line that pass an option once for each value."""
-    return [part for value in values for part in (option, value)]
-
+RUN = ("--method", "log_normal", "--seed", "1")
 
 # command of each kind of job on the demo's images, in the order of the pipeline; the large packages that it may import
 # without an autoencoder, which diffusers computes
@@ -45,47 +34,24 @@ JOBS: dict[str, tuple[list[str], set[str]]] = {
     "prepare": (["prepare", "--config", "x.yaml"], set()),
     "autoencoder": (["autoencoder", "--config", "x.yaml"], {"torch"}),
     "encode": (["encode", "--config", "x.yaml"], {"torch"}),
-    "extractor": (
-        ["extractor", "--config", "x.yaml", "--dataset", f"{RESULTS}/dataset", "--out", f"{RESULTS}/extractor"],
-        {"torch"},
-    ),
-    "reference": (
-        [
-            *("reference", "--config", "x.yaml", "--dataset", f"{RESULTS}/dataset", *LATENTS, *EXTRACTOR),
-            *("--autoencoder", f"{RESULTS}/autoencoder", "--out", f"{RESULTS}/reference"),
-        ],
-        {"torch"},
-    ),
-    "train": (["train", "--config", "x.yaml", "--method", "log_normal", "--seed", "1", "--out", TRAINING], {"torch"}),
+    "extractor": (["extractor", "--config", "x.yaml"], {"torch"}),
+    "reference": (["reference", "--config", "x.yaml"], {"torch"}),
+    "train": (["train", "--config", "x.yaml", *RUN], {"torch"}),
     "train by adaptive": (
-        ["train", "--config", "adaptive.yaml", "--method", "adaptive", "--seed", "1", "--out", "adaptive", *LATENTS],
-        {"torch"},
-    ),
-    "sample": (
         [
-            *("sample", *repeat("--milestone", SNAPSHOTS), *repeat("--out", SAMPLES), "--num", "40", "--steps", "2"),
-            *(*repeat("--grid", [sample.replace("npz", "png") for sample in SAMPLES]), *LATENTS),
-            *("--scheduler", "ddim", "--autoencoder", f"{RESULTS}/autoencoder"),
+            *("train", "--config", "adaptive.yaml", "--method", "adaptive", "--seed", "1", "--out", "adaptive"),
+            *("--latents", "results/demo/latents"),
         ],
         {"torch"},
     ),
-    "evaluate": (
-        [
-            *("evaluate", *repeat("--samples", SAMPLES), *repeat("--milestone", SNAPSHOTS), *LATENTS, *EXTRACTOR),
-            *repeat("--out", [sample.replace("samples", "evaluation").replace("npz", "json") for sample in SAMPLES]),
-            *("--reference", f"{RESULTS}/reference/reference.json"),
-        ],
-        {"torch"},
-    ),
+    "sample": (["sample", "--config", "x.yaml", *RUN], {"torch"}),
+    "evaluate": (["evaluate", "--config", "x.yaml", *RUN], {"torch"}),
     "measure": (
-        [
-            *("analyse", "--config", "x.yaml", "--analysis", "gradient_variance", "--milestone", SNAPSHOTS[2]),
-            *("--out", f"{TRAINING}/analyses/gradient_variance.0000004.csv"),
-        ],
+        ["analyse", "--config", "x.yaml", "--analysis", "gradient_variance", *RUN, "--step", "4"],
         {"torch", "pandas"},
     ),
-    "report": (["report", "x.yaml"], {"scipy", "scipy.stats", "pandas", "matplotlib"}),
-    "track": (["track", "x.yaml", "--out", f"{RESULTS}/tracking.json"], {"scipy", "scipy.stats", "pandas", "mlflow"}),
+    "report": (["report", "--config", "x.yaml"], {"scipy", "scipy.stats", "pandas", "matplotlib"}),
+    "track": (["track", "--config", "x.yaml"], {"scipy", "scipy.stats", "pandas", "mlflow"}),
     "status": (["status", "x.yaml"], set()),
 }
 

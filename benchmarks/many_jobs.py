@@ -317,9 +317,9 @@ class Run:
             template: method of the trained run.
             results: folder of results that gets the copies.
         """
-        trained_folder = source / template / "seed0"
+        trained_folder = source / "methods" / template / "seed0"
         trained_identity = json.loads((trained_folder / "training.json").read_text())["identity"]
-        run_folder = results / self.method / f"seed{self.seed}"
+        run_folder = results / "methods" / self.method / f"seed{self.seed}"
         copies: dict[int, Path] = {}  # by inode: files of the state are hard links of published files
         for file in sorted(path for path in trained_folder.rglob("*") if path.is_file()):
             relative = file.relative_to(trained_folder).as_posix().replace(trained_identity[:16], self.identity[:16])

@@ -83,7 +83,7 @@ def loss_differences(file: Path, results: Path, first: int, last: int, seeds: in
     losses = []
     settings = LossSettings(images=256, strata=32, seed=0)
     for seed in range(seeds):
-        folder = results / "uniform" / f"seed{seed}"
+        folder = results / "methods" / "uniform" / f"seed{seed}"
         run("train", "--config", file, "--method", "uniform", "--seed", seed, "--out", folder)
         milestones = [open_milestone(folder / "milestones" / step_name(step), "ema", "cpu") for step in (first, last)]
         early, late = (epsilon_loss(milestone, latents, settings)["loss_epsilon"] for milestone in milestones)

@@ -167,7 +167,7 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
         call("encode", *config_options, *inputs, "--out", folders["latents"])
         rows = []
         for method in plain["methods"]:
-            training = results / method / "seed0"
+            training = results / "methods" / method / "seed0"
             train_options = ["--method", method, "--seed", 0, "--latents", folders["latents"], "--out", training]
             begun = time.monotonic()
             call("train", *config_options, *train_options)

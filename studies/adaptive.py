@@ -112,7 +112,9 @@ def run_block(round_name: str, setting: str, methods: dict[str, Any], seeds: lis
     """
     path = write_experiment(round_name, setting, methods, seeds)
     if status := run_experiment(path, cores):
-        diverged = [name for name in methods if any(has_diverged(path.parent / name, seed) for seed in seeds)]
+        diverged = [
+            name for name in methods if any(has_diverged(path.parent / "methods" / name, seed) for seed in seeds)
+        ]
         if not diverged:
             return status
         steps = load(path).milestones[1:]
@@ -147,7 +149,11 @@ def read_rows(setting: str, folder: Path) -> pd.DataFrame:
         cost = relative_step_cost(method.sampler.build(schedule), CIFAR10_BATCH)
         rows.loc[of_method, "time_128"] = rows.loc[of_method, "step"] * cost
         for seed in experiment.seeds:
-            last = (folder / name / f"seed{seed}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+            last = (
+                (folder / "methods" / name / f"seed{seed}" / "metrics.jsonl")
+                .read_text(encoding="utf-8")
+                .splitlines()[-1]
+            )
             for key, value in json.loads(last).get("sampler", {}).items():
                 rows.loc[of_method & (rows["seed"] == seed), f"policy_{key}"] = value
     return rows

@@ -91,7 +91,7 @@ def snapshot(method: str, step: int) -> Path:
 
 def training_folder(method: str) -> Path:
     """Return the folder of a training run, as in the pipeline."""
-    return RESULTS / method / "seed0"
+    return RESULTS / "methods" / method / "seed0"
 
 
 def wait_for(commands: Iterable[list[str]]) -> None:

@@ -167,7 +167,9 @@ def run_block(round_name: str, setting: str, trials: list[Trial], seeds: list[in
     methods = {trial.name: trial.method(setting) for trial in trials}
     path = write_experiment(name, setting, methods, seeds, trials[0].factor)
     if status := run_experiment(path, cores):
-        diverged = [trial for trial in trials if any(has_diverged(path.parent / trial.name, seed) for seed in seeds)]
+        diverged = [
+            trial for trial in trials if any(has_diverged(path.parent / "methods" / trial.name, seed) for seed in seeds)
+        ]
         if not diverged:
             return status
         steps = yaml.safe_load(path.read_text(encoding="utf-8"))["training"]["milestones"]

@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 from kairos.config import Experiment, validate
-from kairos.files import sha256_json, write_json, write_text
+from kairos.files import sha256_json, write_json, write_record, write_text
 
 METRIC = "frechet_classifier32"
 MACHINE = {"host": "node1", "cpu": "CPU 1", "gpu": None, "cpus": 2, "threads": 1, "processes": 1}
@@ -70,7 +70,7 @@ def write(
     for method in methods:
         for seed in seeds:
             is_edited = method in (edited or {})
-            _write_training(results / method / f"seed{seed}", experiment_config, method, seed, is_edited)
+            _write_training(results / "methods" / method / f"seed{seed}", experiment_config, method, seed, is_edited)
     return config, results
 
 
@@ -92,7 +92,7 @@ def _write_shared(results: Path) -> None:
     np.save(results / "dataset" / "images.npy", images)
     np.save(results / "dataset" / "train.npy", np.arange(40))
     np.save(results / "dataset" / "heldout.npy", np.arange(40, 60))
-    write_json(
+    write_record(
         results / "dataset" / "manifest.json",
         {
             "source": "digits", "count": 60, "height": 8, "width": 8, "channels": 1, "classes": ["0", "1"],
@@ -100,12 +100,12 @@ def _write_shared(results: Path) -> None:
             "values": [{"kind": "8-bit", "count": 60, "black": 0, "white": 255}], "warnings": [],
         },
     )  # fmt: skip
-    write_json(
+    write_record(
         results / "autoencoder" / "manifest.json",
         {"kind": "train", "class": "AutoencoderKL", "latent_shape": [4, 4, 4], "psnr": 24.7, "sha256": "a" * 64},
     )
     rows = {"floor": 8.6, "reconstruction": 9.1, "gaussian": 88.0, "noise": 957.0}
-    write_json(
+    write_record(
         results / "reference" / "reference.json",
         {
             "extractor": "classifier32", "extractor_hash": EXTRACTOR_HASH, "metric": METRIC, "features": 32,
@@ -162,7 +162,7 @@ def _write_training(folder: Path, experiment_config: Experiment, method: str, se
     for milestone_number, step in enumerate(experiment_config.milestones):
         value = distance(method, seed, step) * (1.1 if is_edited else 1)
         _write_milestone(folder, experiment_config, method, seed, step, milestone_number, identity, value)
-    write_json(
+    write_record(
         folder / "training.json",
         {
             "identity": identity, "method": method, "seed": seed, "steps": 400, "milestones": [0, 100, 200, 400],
@@ -206,7 +206,7 @@ def _write_milestone(
         if learned
         else {"tv_from_start": 0.0}
     )
-    write_json(
+    write_record(
         milestone / "milestone.json",
         {
             "step": step, "images_seen": 64 * step, "identity": identity, "method": method, "seed": seed,
@@ -222,7 +222,7 @@ def _write_milestone(
         loss = float((0.9 * np.exp(-t0 / 40) + 2 / (step + 50)) * tilt)
         strata.append({"u": [t0 / T, (t0 + 5) / T], "t": t0 + 2, "loss_epsilon": loss, "vlb": 0.01 * loss})
     loss = float(np.mean([entry["loss_epsilon"] for entry in strata]))
-    write_json(
+    write_record(
         folder / "evaluation" / f"{step:07d}.json",
         {
             "step": step,

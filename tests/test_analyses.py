@@ -184,7 +184,7 @@ def trained(tmp_path_factory):
         )
         plain = validate(plain | {"analyses": analyses}).plain()
         for method in ("uniform", "vlb"):
-            train(plain, method, 0, folder / method / "seed0", latents, [0, 20, 40])
+            train(plain, method, 0, folder / "methods" / method / "seed0", latents, [0, 20, 40])
         yield folder, plain
 
 
@@ -192,7 +192,7 @@ def measure(trained, name, step, method="uniform", **options):
     """Run an analysis of a snapshot; returns its table."""
     folder, plain = trained
     analysis = next(analysis for analysis in plain["analyses"] if analysis["name"] == name)
-    milestone = folder / method / f"seed0/milestones/{step:07d}"
+    milestone = folder / "methods" / method / f"seed0/milestones/{step:07d}"
     out = milestone.parents[1] / f"analyses/{name}.{step:07d}.csv"
     analysis = ANALYSES.select(analysis | options)
     tables.measure_snapshot(analysis, milestone, folder / "latents", out, torch.device("cpu"))
@@ -219,7 +219,7 @@ def test_interdependence_trains_without_warm_up_in_double_precision(tmp_path, mo
     analyses = [{"name": "interdependence", "steps": 2, "images": 4, "parts": 2}]
     settings = {"training__precision": "fp64", "training__optimizer": optimizer, "training__milestones": [2]}
     plain = experiment({"uniform": {}}, analyses=analyses, evaluation__metrics=["frechet"], **settings)
-    train(plain, "uniform", 0, tmp_path / "uniform/seed0", make_latents(tmp_path), [2])
+    train(plain, "uniform", 0, tmp_path / "methods/uniform/seed0", make_latents(tmp_path), [2])
     learning_rates = []
     learning_rate = TrainingState.learning_rate
 
@@ -236,7 +236,7 @@ def test_interdependence_trains_without_warm_up_in_double_precision(tmp_path, mo
 @pytest.mark.long
 def test_agreement_uses_the_optimizer_state_of_the_last_snapshot(trained):
     folder, plain = trained
-    last = folder / "uniform/seed0/milestones/0000040"
+    last = folder / "methods/uniform/seed0/milestones/0000040"
     earlier = last.parent / "0000020"
     cpu = torch.device("cpu")
     assert load_optimizer_state(earlier, open_milestone(earlier), cpu) is None
@@ -274,7 +274,7 @@ def test_the_table_of_an_analysis_requires_the_tables_of_all_snapshots(trained):
     write_analysis(analysis, uniform, folder)
     assert set(pd.read_csv(folder / "analyses/gradient_variance.csv")["step"]) == {0, 20, 40}
     assert (folder / "analyses/gradient_variance.png").stat().st_size > 10_000
-    (folder / "uniform/seed0/analyses/gradient_variance.0000020.csv").unlink()
+    (folder / "methods/uniform/seed0/analyses/gradient_variance.0000020.csv").unlink()
     with pytest.raises(KairosError, match=r"0000020\.csv is missing; `kairos analyse --milestone`"):
         write_analysis(analysis, uniform, folder)
 
@@ -301,7 +301,7 @@ def test_a_damaged_file_is_reported_by_its_name(content, tmp_path, capsys):
     config.write_text(yaml.safe_dump(values))
     experiment_config = validate(values)
     density, agreement = experiment_config.analyses
-    strategy_file = results / "uniform/seed0/milestones/0000200/strategy.csv"
+    strategy_file = results / "methods/uniform/seed0/milestones/0000200/strategy.csv"
     table_paths = [
         Path(snapshot_table_path(results, agreement.name, *snapshot))
         for snapshot in analysed_snapshots(agreement, experiment_config)
@@ -334,7 +334,7 @@ def test_every_analysis_runs_for_every_process(process, tmp_path):
         experiment({"log_normal": {"sampler": "log_normal"}}, diffusion__process=process) | {"analyses": analyses}
     )
     config = config.model_copy(update={"training": config.training.model_copy(update={"milestones": [4]})})
-    train(config.plain(), "log_normal", 0, tmp_path / "log_normal/seed0", latents, [0, 4])
+    train(config.plain(), "log_normal", 0, tmp_path / "methods/log_normal/seed0", latents, [0, 4])
     for analysis in config.analyses:
         for step in (0, 4) if isinstance(analysis, SnapshotOptions) else ():
             measure((tmp_path, config.plain()), analysis.name, step, "log_normal")
@@ -384,7 +384,7 @@ def test_analyses_of_recorded_results_equal_known_values(tree, tmp_path):
     linear = increments[increments["process"] == "linear"]
     assert (linear["area"].value_counts() == [481, 299, 220]).all()  # from t = 220 and tau = 700
     copy = shutil.copytree(results, tmp_path / "copy")
-    (copy / "uniform/seed0/timing.jsonl").unlink()
+    (copy / "methods/uniform/seed0/timing.jsonl").unlink()
     assert main(["analyse", "--config", str(config), "--results", str(copy), "--analysis", "relative_time"]) == 1
 
 
@@ -471,8 +471,10 @@ def test_bad_arguments_of_analyse_are_rejected(tmp_path, capsys):
     config = str(write_experiment(tmp_path / "density.yaml", experiment({"uniform": {}}, analyses=["density"])))
     for arguments, message in (
         (("areas",), "--analysis: got areas, allowed: density"),
-        (("density", "--out", "x.csv"), "--out: got x.csv, allowed: "),
-        (("density", "--out", "x.csv", "--milestone", "m"), "--milestone: got m, allowed: none"),
+        (("density", "--seed", "0"), "--seed: got 0, allowed: a value with --step, none without"),
+        (("density", "--step", "20", "--seed", "0"), "--method: got None, allowed: "),
+        (("density", "--step", "20", "--method", "uniform", "--seed", "0"), "--step: got 20, allowed: none"),
+        (("density", "--step", "20", "--method", "other", "--seed", "0"), "--method: got 'other', allowed: uniform"),
     ):
         assert main(["analyse", "--config", config, "--analysis", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from kairos.data.augment import _rotation, _warp, augment_images
 from kairos.data.batches import Batch, Batches
 from kairos.data.latents import open_latents
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_record
 from kairos.models import WEIGHTS
 from kairos_timesteps.errors import ConfigError
 from training_case import experiment, hashes, make_latents, train
@@ -85,7 +85,7 @@ def make_pixels(folder: Path) -> Path:
     latents = make_latents(folder)
     moments = read_json(latents / "manifest.json")
     pixels = {"kind": "pixels", "shape": [1, 8, 8], "scaling_factor": 1.0, "shift_factor": 0.0, "files": {}}
-    write_json(latents / "manifest.json", {**moments, **pixels})
+    write_record(latents / "manifest.json", {**moments, **pixels})
     return latents
 
 

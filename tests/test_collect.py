@@ -5,7 +5,7 @@ import pytest
 import results_tree
 from kairos.cli import main
 from kairos.config import load
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_record
 from kairos.report.collect import collect
 from kairos_timesteps.errors import KairosError
 
@@ -19,11 +19,11 @@ def small(tmp_path):
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("uniform/seed0/training.json", "kairos train"),
-        ("uniform/seed0/metrics.jsonl", "kairos train"),
-        ("uniform/seed0/milestones/0000100/strategy.csv", "kairos train"),
-        ("uniform/seed0/evaluation/0000200.json", "kairos evaluate"),
-        ("uniform/seed0/samples/0000400.png", "kairos sample"),
+        ("methods/uniform/seed0/training.json", "kairos train"),
+        ("methods/uniform/seed0/metrics.jsonl", "kairos train"),
+        ("methods/uniform/seed0/milestones/0000100/strategy.csv", "kairos train"),
+        ("methods/uniform/seed0/evaluation/0000200.json", "kairos evaluate"),
+        ("methods/uniform/seed0/samples/0000400.png", "kairos sample"),
         ("reference/reference.json", "kairos reference"),
         ("dataset/manifest.json", "kairos prepare"),
     ],
@@ -39,7 +39,7 @@ def test_a_missing_file_is_reported_with_the_command_that_writes_it(small, capsy
 
 def test_a_damaged_record_and_a_missing_folder_are_reported_in_one_line(small, capsys, tmp_path):
     config, results = small
-    (results / "uniform/seed0/training.json").write_text('{"identity": ')
+    (results / "methods/uniform/seed0/training.json").write_text('{"identity": ')
     assert main(["report", "--config", str(config), "--results", str(results)]) == 1
     assert "training.json: damaged: not JSON" in capsys.readouterr().err
     assert main(["report", "--config", str(config), "--results", str(tmp_path / "nowhere")]) == 1
@@ -48,10 +48,10 @@ def test_a_damaged_record_and_a_missing_folder_are_reported_in_one_line(small, c
 
 def test_evaluations_with_other_reference_statistics_are_rejected(small):
     config, results = small
-    path = results / "uniform/seed0/evaluation/0000400.json"
+    path = results / "methods/uniform/seed0/evaluation/0000400.json"
     record = read_json(path)
     record["protocol"]["reference_hash"] = "0" * 64
-    write_json(path, record)
+    write_record(path, record)
     with pytest.raises(KairosError, match=r"0000400\.json: its reference_hash 000000000000"):
         collect(load(config), results)
 
@@ -61,3 +61,17 @@ def test_only_methods_and_seeds_of_the_experiment_are_collected(tmp_path):
     config, _ = results_tree.write(tmp_path / "narrow", seeds=(1,), methods=("uniform", "p2"))
     collected = collect(load(config), results)
     assert [(t.method, t.seed) for t in collected.runs] == [("uniform", 1), ("p2", 1)]
+
+
+def test_verify_finds_damage_in_every_record_and_file(tmp_path, capsys):
+    _, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
+    assert main(["verify", str(results)]) == 0
+    assert "milestone.json: 4 intact" in capsys.readouterr().out
+    for name in ("reference/reference.json", "dataset/manifest.json", "methods/uniform/seed0/evaluation/0000400.json"):
+        path = results / name
+        content = path.read_text()
+        path.write_text(content.replace("1", "2", 1))
+        assert main(["verify", str(results)]) == 1
+        assert f"{path}: damaged: does not match its checksum" in capsys.readouterr().err
+        path.write_text(content)
+    assert main(["verify", str(tmp_path / "nowhere")]) == 1

@@ -16,7 +16,7 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load
 from kairos.evaluation.settings import is_higher_better
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_record
 from kairos.report import formatting, ranking
 from kairos.report.collect import collect
 
@@ -60,7 +60,7 @@ def edit(results, pattern, change):
     for path in sorted(results.glob(pattern)):
         record = read_json(path)
         change(record)
-        write_json(path, record)
+        write_record(path, record)
 
 
 def numbers(row):
@@ -97,7 +97,7 @@ def test_a_difference_is_within_its_confidence_interval(tmp_path, compare):
         for seed, value in enumerate(values):
             edit(
                 results,
-                f"{method}/seed{seed}/evaluation/0000400.json",
+                f"methods/{method}/seed{seed}/evaluation/0000400.json",
                 lambda record, value=value: record["metrics"].update({results_tree.METRIC: value}),
             )
     row = rows_of(compare(results, "--format", "csv"))["min_snr"]
@@ -137,7 +137,7 @@ def test_a_note_reports_too_few_seeds_with_positive_values(tmp_path, capsys):
     for seed, value in ((1, 0.0), (4, -0.1)):
         edit(
             results,
-            f"min_snr/seed{seed}/evaluation/0000400.json",
+            f"methods/min_snr/seed{seed}/evaluation/0000400.json",
             lambda record, value=value: record["metrics"].update(kid=value),
         )
     assert main(["compare", str(results), "--metric", "kid", "--format", "csv"]) == 0
@@ -170,7 +170,7 @@ def test_a_metric_may_be_better_if_it_is_higher(tmp_path, compare):
                 value = base * (1 + 0.0005 * step) + 0.001 * seed + 1e-5 * len(method) * seed**2 if step else 0.05
                 edit(
                     results,
-                    f"{method}/seed{seed}/evaluation/{step:07}.json",
+                    f"methods/{method}/seed{seed}/evaluation/{step:07}.json",
                     lambda record, value=value: record["metrics"].update(precision=value),
                 )
     table = compare(results, "--metric", "precision", "--format", "csv")
@@ -188,7 +188,7 @@ def test_seeds_whose_metric_is_not_positive_have_no_differences(small, capsys):
             value = values.get((method, seed), 0.5)
             edit(
                 small[1],
-                f"{method}/seed{seed}/evaluation/*.json",
+                f"methods/{method}/seed{seed}/evaluation/*.json",
                 lambda record, value=value: record["metrics"].update(recall=value),
             )
 
@@ -215,10 +215,10 @@ def test_errors_of_different_predictions_are_not_compared(tmp_path, compare, cap
             loss = validation.pop("loss_epsilon")
             validation |= {f"loss_{prediction}": loss, f"mlperf8_{prediction}": 0.5}
 
-        edit(results, "*/seed*/evaluation/*.json", rename_loss)
+        edit(results, "methods/*/seed*/evaluation/*.json", rename_loss)
         edit(
             results,
-            "*/seed*/milestones/*/milestone.json",
+            "methods/*/seed*/milestones/*/milestone.json",
             lambda record, prediction=prediction: record["config"]["diffusion"].update(prediction=prediction),
         )
     for metric in ("val_mlperf8_v", "val_loss_epsilon"):
@@ -276,7 +276,7 @@ def test_methods_of_two_experiments_compare_like_methods_of_one(tree, compare, t
                 "methods": {method: record["config"]["methods"][method] for method in methods},
             }
 
-        edit(tmp_path / name, "*/seed*/milestones/*/milestone.json", rename)
+        edit(tmp_path / name, "methods/*/seed*/milestones/*/milestone.json", rename)
     two = rows_of(compare(tmp_path / "first", tmp_path / "second", "--format", "csv"))
     assert {method: row["experiment"] for method, row in two.items()} == {
         "uniform": "first", "p2": "first", "min_snr": "second",
@@ -290,30 +290,34 @@ def test_methods_of_two_experiments_compare_like_methods_of_one(tree, compare, t
 
 def test_the_default_baseline_is_a_method_of_the_first_experiment(small, compare, tmp_path):
     other = shutil.copytree(small[1], tmp_path / "other")
-    edit(other, "*/seed*/milestones/*/milestone.json", lambda record: record["config"].update(experiment="other"))
+    edit(
+        other, "methods/*/seed*/milestones/*/milestone.json", lambda record: record["config"].update(experiment="other")
+    )
     text = compare(small[1] / "min_snr", other, "--format", "csv")
     assert {row["baseline"] for row in csv.DictReader(io.StringIO(text))} == {"tiny/min_snr"}
 
 
 def test_methods_are_compared_at_their_last_common_milestone_and_seeds(small, compare, capsys):
-    (small[1] / "min_snr/seed0/evaluation/0000400.json").unlink()
-    (small[1] / "min_snr/seed1/evaluation/0000400.json").unlink()
+    (small[1] / "methods/min_snr/seed0/evaluation/0000400.json").unlink()
+    (small[1] / "methods/min_snr/seed1/evaluation/0000400.json").unlink()
     rows = rows_of(compare(small[1], "--format", "csv"))
     assert {(row["step"], row["seeds"]) for row in rows.values()} == {("200", "2")}
     expected = np.mean([results_tree.distance("uniform", seed, 200) for seed in (0, 1)])
     assert float(rows["uniform"]["value"]) == pytest.approx(expected)
-    shutil.rmtree(small[1] / "min_snr/seed1/evaluation")
+    shutil.rmtree(small[1] / "methods/min_snr/seed1/evaluation")
     assert main(["compare", str(small[1])]) == 0
     printed = capsys.readouterr()
     assert "seeds 1" in printed.out and "min_snr seed 1" in printed.err
-    shutil.rmtree(small[1] / "uniform/seed0/evaluation")
+    shutil.rmtree(small[1] / "methods/uniform/seed0/evaluation")
     assert main(["compare", str(small[1])]) == 1
     assert "seed" in capsys.readouterr().err
 
 
 def test_protocols_that_differ_are_not_compared(small, tmp_path, capsys):
     other = shutil.copytree(small[1], tmp_path / "other")
-    edit(other, "*/seed*/evaluation/*.json", lambda record: record["protocol"].update(nfe=50, scheduler="euler"))
+    edit(
+        other, "methods/*/seed*/evaluation/*.json", lambda record: record["protocol"].update(nfe=50, scheduler="euler")
+    )
     assert main(["compare", str(small[1]), str(other)]) == 1
     message = capsys.readouterr().err
     assert message.count("\n") == 1
@@ -327,7 +331,7 @@ def test_protocols_that_differ_are_not_compared(small, tmp_path, capsys):
         ("nowhere.yaml", "nowhere.yaml"),
         ("results", "results: no training"),
         ("results/tiny/speed", "method of results/tiny: got speed, allowed: min_snr, uniform"),
-        ("results/tiny/uniform/seed0", "results/tiny/uniform/seed0: no training"),
+        ("results/tiny/methods/uniform/seed0", "results/tiny/methods/uniform/seed0: no training"),
         ("results/tiny --baseline nobody", "--baseline: got nobody, allowed: min_snr, uniform"),
         ("tiny.yaml --index", "--index: got tiny.yaml, allowed: one folder"),
         ("results --index --metric kid", "--metric: got kid, allowed: none with --index"),
@@ -344,11 +348,11 @@ def test_what_cannot_be_compared_is_reported_in_one_line(small, words, message, 
 
 
 def test_missing_evaluations_and_snapshots_are_reported(small, capsys):
-    for folder in small[1].glob("*/seed*/evaluation"):
+    for folder in small[1].glob("methods/*/seed*/evaluation"):
         shutil.rmtree(folder)
     assert main(["compare", str(small[1])]) == 1
     assert "no training run is evaluated past step 0 yet" in capsys.readouterr().err
-    for folder in small[1].glob("*/seed*/milestones"):
+    for folder in small[1].glob("methods/*/seed*/milestones"):
         shutil.rmtree(folder)
     assert main(["compare", str(small[1])]) == 1
     assert "contains no snapshot yet" in capsys.readouterr().err

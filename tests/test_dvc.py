@@ -92,8 +92,8 @@ def test_each_stage_depends_on_its_fields_and_on_the_results_that_it_reads(copy)
 def test_clock_times_are_outputs_of_no_stage(copy):
     layout = Layout(load(copy.folder / "params.yaml"), copy.folder / "params.yaml")
     timing = [f"{layout.training_folder(*training)}/timing.jsonl" for training in layout.trainings]
-    timing += [layout.rule_params(stage)["timing"] for stage in layout.shared_stages]
-    timing += [layout.rule_params("train", segment)["timing"] for segment in layout.segments]
+    timing += [layout.timing_file(stage) for stage in layout.shared_stages]
+    timing += [layout.timing_file("train", "uniform_seed1", segment.number) for segment in layout.segments]
     for stage, entry in list_stages(copy)["stages"].items():
         for output in entry["outs"]:
             inside = [path for path in timing if path == output or path.startswith(output + "/")]
@@ -110,7 +110,7 @@ def test_a_method_and_segments_added_to_params_need_no_edit_of_stages(copy):
         assert "train@vlb-1" in stages
         outs = stages["train@log_normal-1"]["outs"]
         for output, rule in copy.outputs("params.yaml").items():
-            if rule.startswith("train_") and "log_normal/seed1/" in output:
+            if rule.startswith("train_") and "methods/log_normal/seed1/" in output:
                 assert any(output == out or output.startswith(out + "/") for out in outs), output
 
 
@@ -217,7 +217,7 @@ def test_adopt_in_a_clone_leaves_nothing_to_rerun(recorded, tmp_path):
 @pytest.mark.long
 def test_a_later_milestone_computes_the_new_steps_and_a_forced_reproduction_all_of_them(recorded):
     """DVC deletes all outputs of the training run before both; the run has two segments here."""
-    folder = recorded.folder / "results/tiny/adaptive/seed0"
+    folder = recorded.folder / "results/tiny/methods/adaptive/seed0"
     before = hash_training(folder)
     with recorded.edited("params.yaml", "[20, 40]", "[20, 50]"):
         assert count_steps(recorded.run("dvc", "repro", "train@adaptive-0")) == 10

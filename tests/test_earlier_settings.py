@@ -1,5 +1,6 @@
 """Results of earlier settings: report and `kairos compare` exclude them, `kairos status` counts them as outdated."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load
 from kairos.evaluation import reference
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_record
 from kairos.report.collect import collect
 from kairos.status.render import render_page
 from kairos.status.run_progress import list_run_progress, load_outline
@@ -60,7 +61,7 @@ def make_shared(*stages: str) -> None:
 
 def train_and_evaluate(method: str) -> None:
     """Train a method, sample its milestones and evaluate the samples."""
-    folder = f"{RESULTS}/{method}/seed0"
+    folder = f"{RESULTS}/methods/{method}/seed0"
     latents = ("--latents", f"{RESULTS}/latents")
     kairos("train", "--config", "tiny.yaml", "--method", method, "--seed", 0, "--out", folder, *latents)
     sample, evaluate = [], []
@@ -135,11 +136,11 @@ def test_statistics_of_real_images_are_measured_again_by_changed_code(
 
 def test_a_changed_setting_is_reported_before_its_consequences(interrupted: Path) -> None:
     """A missing evaluation, or one with another extractor, does not hide the setting that has changed."""
-    folder = Path(RESULTS, "adaptive/seed0/evaluation")
+    folder = Path(RESULTS, "methods/adaptive/seed0/evaluation")
     (folder / "0000001.json").unlink()
     record = read_json(folder / "0000002.json")
     record["protocol"]["extractor_hash"] = "0" * 64
-    write_json(folder / "0000002.json", record)
+    write_record(folder / "0000002.json", record)
     collected = collect(load("tiny.yaml"), Path(RESULTS), unfinished=True)
     assert collected.missing == (
         "adaptive seed 0: not evaluated yet; computed with other settings (autoencoder.steps: 3 → 4)",
@@ -204,10 +205,10 @@ def test_results_of_another_value_are_excluded(
         config.write_text(yaml.safe_dump(values))
 
     set_value(before)
-    for path in results.glob("uniform/seed0/milestones/*/milestone.json"):
+    for path in results.glob("methods/uniform/seed0/milestones/*/milestone.json"):
         record = read_json(path)
         record["config"][section] = load(config).plain()[section]
-        write_json(path, record)
+        write_record(path, record)
     assert collect(load(config), results, unfinished=True).outdated == ()
     set_value(now)
     with pytest.raises(KairosError, match=re.escape(f"{field}: {before} → {now}")):
@@ -219,15 +220,15 @@ def test_results_of_another_value_are_excluded(
 )
 def test_results_of_other_data_are_excluded_even_if_no_setting_differs(tmp_path: Path, record: str, name: str) -> None:
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
-    write_json(results / record, read_json(results / record) | {name: "0" * 64})
+    write_record(results / record, read_json(results / record) | {name: "0" * 64})
     with pytest.raises(KairosError, match=f"{Path(record).parent} .*[ad]{{12}} → 0{{12}}"):
         collect(load(config), results, unfinished=True)
 
 
 def test_results_of_another_seed_are_excluded(tmp_path: Path) -> None:
     config, results = results_tree.write(tmp_path, seeds=(0, 1), methods=("uniform",))
-    shutil.rmtree(results / "uniform/seed1")
-    shutil.copytree(results / "uniform/seed0", results / "uniform/seed1")
+    shutil.rmtree(results / "methods/uniform/seed1")
+    shutil.copytree(results / "methods/uniform/seed0", results / "methods/uniform/seed1")
     collected = collect(load(config), results, unfinished=True)
     assert [training.seed for training in collected.runs] == [0]
     assert collected.outdated == ("seed: 0 → 1 (uniform seed 1)",)
@@ -237,10 +238,10 @@ def test_evaluations_with_other_sampling_are_not_compared(tmp_path: Path) -> Non
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "min_snr"))
 
     def sample_with(steps: int, method: str) -> None:
-        for path in (results / method).glob("seed0/evaluation/*.json"):
+        for path in (results / "methods" / method).glob("seed0/evaluation/*.json"):
             record = read_json(path)
             record["protocol"]["steps"] = steps
-            write_json(path, record)
+            write_record(path, record)
 
     sample_with(10, "min_snr")
     collected = collect(load(config), results, unfinished=True)
@@ -253,10 +254,10 @@ def test_evaluations_with_other_sampling_are_not_compared(tmp_path: Path) -> Non
 
 def test_validation_losses_over_other_strata_are_not_compared(tmp_path: Path) -> None:
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "min_snr"))
-    for path in (results / "min_snr").glob("seed0/evaluation/*.json"):
+    for path in (results / "methods" / "min_snr").glob("seed0/evaluation/*.json"):
         record = read_json(path)
         record["validation"]["per_timestep"].pop()
-        write_json(path, record)
+        write_record(path, record)
     collected = collect(load(config), results, unfinished=True)
     assert collected.methods == ["uniform"]
     assert "evaluation.strata" in collected.outdated[0] and "min_snr" in collected.outdated[0]
@@ -277,9 +278,9 @@ def test_status_counts_results_of_the_earlier_autoencoder_as_outdated(
 @pytest.mark.long
 def test_the_status_page_shows_no_distance_of_the_earlier_autoencoder(interrupted: Path) -> None:
     page = render_page(Path("tiny.yaml"), 5.0, 0.0)
-    shown = {method: f"/{method}/seed0/evaluation/0000002.json" in page for method in METHODS}
+    shown = {method: f"/methods/{method}/seed0/evaluation/0000002.json" in page for method in METHODS}
     assert shown == {"uniform": True, "adaptive": False}
-    assert "/uniform/seed0/samples/0000002.png" in page and "/adaptive/seed0/samples" not in page
+    assert "/methods/uniform/seed0/samples/0000002.png" in page and "/methods/adaptive/seed0/samples" not in page
     assert "<title>50 % tiny</title>" in page and page.count("<polyline") == 1
 
 
@@ -287,7 +288,7 @@ def test_status_does_not_report_a_restarted_run_as_complete(experiment: Path) ->
     """The record of a run with earlier settings does not count for the run that has restarted with other settings."""
     write_experiment(steps=4)
     make_shared("autoencoder", "latents")
-    folder = f"{RESULTS}/adaptive/seed0"
+    folder = f"{RESULTS}/methods/adaptive/seed0"
     options = ("--method", "adaptive", "--seed", 0, "--out", folder, "--latents", f"{RESULTS}/latents")
     kairos("train", "--config", "tiny.yaml", *options, "--milestones", 0, 1, "--milestones-only")
     assert read_json(Path(folder, "training.json"))["steps"] == 2
@@ -310,9 +311,10 @@ def test_results_count_again_when_the_setting_is_restored(experiment: Path, caps
 
 
 def test_results_of_other_code_count_with_a_warning(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    identity = read_json(Path(RESULTS, "adaptive/seed0/training.json"))["identity"]
-    for path in Path(RESULTS, "adaptive/seed0").rglob("*.json"):
-        path.write_text(path.read_text().replace(identity, "0" * 64))
+    identity = read_json(Path(RESULTS, "methods/adaptive/seed0/training.json"))["identity"]
+    for path in Path(RESULTS, "methods/adaptive/seed0").rglob("*.json"):
+        text = path.read_text().replace(identity, "0" * 64)
+        write_record(path, json.loads(text))
     kairos("compare", "tiny.yaml", "--format", "csv")
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 1 + len(METHODS)

@@ -12,7 +12,7 @@ from scipy import stats
 import results_tree
 from kairos.cli import main
 from kairos.config import load
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_json, write_record
 from kairos.report import ranking
 from kairos.report.collect import collect
 from kairos.report.equal_time import compare_at_equal_time, most_simultaneous_runs
@@ -28,10 +28,10 @@ def set_distances(results, method, values):
     """Give every seed of a method these distances, by step, times a factor that depends on the seed."""
     for seed in SEEDS:
         for step, value in zip(STEPS, values):
-            path = results / f"{method}/seed{seed}/evaluation/{step:07d}.json"
+            path = results / f"methods/{method}/seed{seed}/evaluation/{step:07d}.json"
             record = read_json(path)
             record["metrics"][results_tree.METRIC] = value * (1 + 0.01 * seed + 0.001 * len(method) * seed**2)
-            write_json(path, record)
+            write_record(path, record)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def change_times(results, pattern, **fields):
 def test_times_of_another_run_are_shown_in_no_view(tmp_path, capsys):
     """Clock times are outputs of no stage: results that were restored may have the times of another run."""
     config, results = results_tree.write(tmp_path, seeds=SEEDS, methods=("uniform", "min_snr"))
-    change_times(results, "min_snr/*/timing.jsonl", identity="0" * 64, seconds=3600.0)
+    change_times(results, "methods/min_snr/*/timing.jsonl", identity="0" * 64, seconds=3600.0)
     collected = collect(load(config), results)
     assert not any(run.seconds_by_step or run.started for run in collected.runs_of("min_snr"))
     assert set(collected.table[collected.table["step"] > 0].groupby("method")["train_seconds"].count()) == {0, 15}
@@ -83,7 +83,7 @@ def test_times_of_another_run_are_shown_in_no_view(tmp_path, capsys):
 
 def test_times_of_different_machines_are_not_compared(tmp_path, capsys):
     config, results = results_tree.write(tmp_path, seeds=SEEDS, methods=("uniform", "min_snr"))
-    change_times(results, "min_snr/*/timing.jsonl", machine=results_tree.MACHINE | {"cpu": "CPU 2"})
+    change_times(results, "methods/min_snr/*/timing.jsonl", machine=results_tree.MACHINE | {"cpu": "CPU 2"})
     collected = collect(load(config), results)
     comparisons = ranking.compare_methods(collected.measurements)
     assert all(comparison.time_factor is None and comparison.step_factor for comparison in comparisons)
@@ -129,18 +129,18 @@ def test_methods_are_compared_at_equal_training_time(tmp_path, capsys):
 def test_runs_one_after_another_do_not_count_as_simultaneous(tmp_path):
     config, results = results_tree.write(tmp_path, seeds=range(2), methods=("uniform",))
     change_times(
-        results, "uniform/seed1/*.jsonl", started="2026-01-02T03:04:30+00:00", saved="2026-01-02T03:05:00+00:00"
+        results, "methods/uniform/seed1/*.jsonl", started="2026-01-02T03:04:30+00:00", saved="2026-01-02T03:05:00+00:00"
     )
     assert most_simultaneous_runs(collect(load(config), results).runs) == 1
-    change_times(results, "uniform/seed1/*.jsonl", started="2026-01-02T03:04:20+00:00")
+    change_times(results, "methods/uniform/seed1/*.jsonl", started="2026-01-02T03:04:20+00:00")
     assert most_simultaneous_runs(collect(load(config), results).runs) == 2
-    change_times(results, "uniform/seed1/*.jsonl", machine=results_tree.MACHINE | {"host": "node2"})
+    change_times(results, "methods/uniform/seed1/*.jsonl", machine=results_tree.MACHINE | {"host": "node2"})
     assert most_simultaneous_runs(collect(load(config), results).runs) == 1
 
 
 def test_the_costs_leave_out_jobs_of_another_training_run(tmp_path):
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
-    identity = read_json(results / "uniform/seed0/training.json")["identity"]
+    identity = read_json(results / "methods/uniform/seed0/training.json")["identity"]
     usage = read_json(results / "timing/prepare-0.json") | {"stage": "train", "method": "uniform", "seed": 0}
     for recorded_identity, count in ((identity, 1), ("0" * 64, 0)):
         write_json(results / "timing/train/uniform_seed0/1.json", usage | {"identity": recorded_identity})
@@ -150,7 +150,7 @@ def test_the_costs_leave_out_jobs_of_another_training_run(tmp_path):
 
 def test_a_missing_evaluation_is_no_missing_time(tmp_path):
     config, results = results_tree.write(tmp_path, seeds=range(2), methods=("uniform", "adaptive"))
-    (results / "adaptive/seed1/evaluation/0000200.json").unlink()
+    (results / "methods/adaptive/seed1/evaluation/0000200.json").unlink()
     measurements = collect(load(config), results, unfinished=True).measurements
     comparison = compare_at_equal_time(measurements)
     values = {value.method: value.values for value in comparison.methods}
@@ -163,7 +163,7 @@ def test_uneven_training_times_are_a_warning(tmp_path):
     """Seeds of one method that take different times were trained under different load."""
     config, results = results_tree.write(tmp_path, seeds=(0, 1), methods=("uniform", "min_snr"))
     even = list_warnings(collect(load(config), results))
-    for file in results.glob("min_snr/seed1/timing.jsonl"):
+    for file in results.glob("methods/min_snr/seed1/timing.jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         text = "".join(json.dumps(line | {"seconds": 3 * line["seconds"]}) + "\n" for line in lines)
         file.write_text(text)

@@ -20,7 +20,7 @@ from kairos.evaluation import evaluate, extractors
 from kairos.evaluation.external_reference import read_moments
 from kairos.evaluation.measurements import FeatureBuffer
 from kairos.evaluation.settings import EXTRACTORS, METRICS, ExtractorOptions, MetricOptions
-from kairos.files import DamagedError
+from kairos.files import DamagedError, read_record, write_record
 from kairos.sampling.samples_file import open_samples, write_samples
 from kairos.sampling.settings import SOLVERS, SolverOptions
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -78,9 +78,9 @@ def results(tmp_path_factory):
         assert kairos("extractor", *shared, "--out", "r/extractor") == 0
         folders = ("--autoencoder", "r/autoencoder", "--latents", "r/latents", "--extractor", "r/extractor")
         assert kairos("reference", *shared, *folders, "--out", "r/reference") == 0
-        train = ("--method", "uniform", "--seed", 0, "--out", "r/uniform/seed0", "--latents", "r/latents")
+        train = ("--method", "uniform", "--seed", 0, "--out", "r/methods/uniform/seed0", "--latents", "r/latents")
         assert kairos("train", "--config", config, *train) == 0
-        milestones = [f"r/uniform/seed0/milestones/{step:07d}" for step in (0, 2)]
+        milestones = [f"r/methods/uniform/seed0/milestones/{step:07d}" for step in (0, 2)]
         sample, evaluation = ["--num", 660, "--seed", 0], ["--reference", "r/reference/reference.json"]
         for k, milestone in enumerate(milestones):
             sample += ["--milestone", milestone, "--out", f"r/{k}.npz", "--grid", f"r/{k}.png"]
@@ -209,7 +209,7 @@ def test_samples_and_records_contain_their_protocol_and_metrics(results):
 
 
 def test_samples_do_not_depend_on_the_batch_size_or_number(results, tmp_path):
-    milestone = results / "uniform/seed0/milestones/0000002"
+    milestone = results / "methods/uniform/seed0/milestones/0000002"
     arguments = ("--milestone", milestone, "--out", tmp_path / "x.npz", "--seed", 0, "--num", 40, "--batch-size", 17)
     assert kairos("sample", *arguments) == 0
     assert np.array_equal(read_samples(tmp_path / "x.npz")[0], read_samples(results / "1.npz")[0][:40])
@@ -234,9 +234,9 @@ def test_a_continuous_process_is_sampled_and_evaluated_in_half_precision(
     folders = {part: results / part for part in ("dataset", "autoencoder", "latents", "extractor")}
     options = [value for part, folder in folders.items() for value in (f"--{part}", folder)]
     assert kairos("reference", "--config", config, *options, "--out", "reference") == 0
-    train = ("--method", "uniform", "--seed", 0, "--out", "u/seed0", "--latents", results / "latents")
+    train = ("--method", "uniform", "--seed", 0, "--out", "methods/u/seed0", "--latents", results / "latents")
     assert kairos("train", "--config", config, *train) == 0
-    milestone = ("--milestone", "u/seed0/milestones/0000002")
+    milestone = ("--milestone", "methods/u/seed0/milestones/0000002")
     sample = ("--num", 330, "--autoencoder", results / "autoencoder", "--out")
     assert kairos("sample", *milestone, *sample, "x.npz") == 0
     assert kairos("sample", *milestone, *sample, "y.npz", "--precision", "fp32") == 0
@@ -255,7 +255,7 @@ def test_a_continuous_process_is_sampled_and_evaluated_in_half_precision(
 
 
 def test_bad_arguments_of_sample_are_rejected(results, tmp_path, capsys):
-    milestone = results / "uniform/seed0/milestones/0000002"
+    milestone = results / "methods/uniform/seed0/milestones/0000002"
     arguments = ("sample", "--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 4)
     for extra, status, message in (
         (("--steps", 1001), 2, "sampling.steps"),
@@ -438,7 +438,7 @@ def test_only_the_selected_metrics_are_computed(results, tmp_path):
     columns, kinds = ("frechet_classifier32", "kid", "precision", "recall"), ("", "_spread", "_sets")
     assert {*record["rows"]["gaussian"]} - {"n_samples"} == {name + kind for name in columns for kind in kinds}
     assert record["rows"]["floor"]["precision"] > 0.7 > 0.1 > record["rows"]["noise"]["precision"]
-    milestone = results / "uniform/seed0/milestones/0000002"
+    milestone = results / "methods/uniform/seed0/milestones/0000002"
     job = evaluate.EvaluationJob(results / "1.npz", tmp_path / "x.json", milestone)
     evaluate.run([job], tmp_path / "reference", results / "extractor")
     evaluation = json.loads((tmp_path / "x.json").read_text())
@@ -469,10 +469,12 @@ def test_check_rejects_metrics_that_lack_their_requirements(tmp_path, capsys, ch
 
 
 def test_samples_of_another_snapshot_are_rejected(results, tmp_path):
-    record = json.loads((results / "uniform/seed0/milestones/0000002/milestone.json").read_text())
+    record = json.loads((results / "methods/uniform/seed0/milestones/0000002/milestone.json").read_text())
     images, protocol = read_samples(results / "0.npz")
     write_samples(tmp_path / "x.npz", images, {**protocol, "identity": record["identity"], "step": 0})
-    job = evaluate.EvaluationJob(tmp_path / "x.npz", tmp_path / "x.json", results / "uniform/seed0/milestones/0000002")
+    job = evaluate.EvaluationJob(
+        tmp_path / "x.npz", tmp_path / "x.json", results / "methods/uniform/seed0/milestones/0000002"
+    )
     with pytest.raises(KairosError, match="another snapshot"):
         evaluate.run([job], results / "reference")
 
@@ -494,10 +496,9 @@ class MeanFeatureOptions(MetricOptions):
 def test_a_metric_is_added_by_name(results, tmp_path, monkeypatch):
     monkeypatch.setitem(METRICS, "mean_feature", MeanFeatureOptions)
     reference = shutil.copytree(results / "reference", tmp_path / "reference")
-    record = json.loads((reference / "reference.json").read_text())
-    (reference / "reference.json").write_text(
-        json.dumps({**record, "metrics": [{"name": "mean_feature"}, *record["metrics"]]})
-    )
+    record = read_record(reference / "reference.json")
+    metrics = [{"name": "mean_feature"}, *record["metrics"]]
+    write_record(reference / "reference.json", {**record, "metrics": metrics})
     job = evaluate.EvaluationJob(results / "1.npz", tmp_path / "x.json")
     evaluate.run([job], reference, results / "extractor")
     metrics = json.loads((tmp_path / "x.json").read_text())["metrics"]
@@ -519,7 +520,7 @@ class BlankOptions(SolverOptions):
 
 def test_a_solver_is_added_by_name(results, tmp_path, monkeypatch):
     monkeypatch.setitem(SOLVERS, "blank", BlankOptions)
-    milestone = results / "uniform/seed0/milestones/0000002"
+    milestone = results / "methods/uniform/seed0/milestones/0000002"
     arguments = ("--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 3, "--scheduler", "blank")
     assert kairos("sample", *arguments) == 0
     images, protocol = read_samples(tmp_path / "x.npz")

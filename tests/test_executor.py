@@ -28,6 +28,7 @@ def executor(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(squeue.parent), prepend=os.pathsep)
     executor = Executor.__new__(Executor)  # what __post_init__ sets up needs a whole workflow
     executor._results = "results/demo"
+    executor._layout = SimpleNamespace(training_folder=lambda method, seed: f"results/demo/methods/{method}/seed{seed}")
     executor._cancelled = threading.Event()
     executor._earlier_lock = threading.Lock()
     executor._loaded_records = None
@@ -88,13 +89,13 @@ def test_waiting_for_a_silent_queue_ends_when_the_run_is_cancelled(executor, tmp
         executor._in_queue("17")
 
 
-def job(training: str = "", rule: str = "train_1", **resources: str) -> SimpleNamespace:
+def job(method: str = "", seed: int = 0, rule: str = "train_1", **resources: str) -> SimpleNamespace:
     """Return a job of Snakemake that may be retried twice."""
     return SimpleNamespace(
         name=rule,
         rule=SimpleNamespace(name=rule),
         resources=resources,
-        params=SimpleNamespace(out=training),
+        wildcards=SimpleNamespace(method=method, seed=seed),
         restart_times=2,
         _attempt=1,
         is_group=lambda: False,
@@ -168,9 +169,9 @@ def test_a_run_that_diverged_is_not_retried(executor, monkeypatch, progress_reco
     executor._exact, executor._loaded_records = exact, {}
     jobs = []
     for number, record in enumerate(progress_records):
-        training = Path("results/demo/method") / f"seed{number}"
+        training = Path("results/demo/methods/method") / f"seed{number}"
         write_json(training / ".state/progress.json", record)
-        jobs.append(job(str(training)))
+        jobs.append(job("method", number))
     failed = jobs[0] if len(jobs) == 1 else group(*jobs)
     executor.report_job_error(SubmittedJobInfo(failed, external_jobid="7"))
     assert reported == [failed]

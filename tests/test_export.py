@@ -13,7 +13,7 @@ import results_tree
 import training_case
 from kairos import cli
 from kairos.config import load
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_record
 from kairos.report.collect import collect
 
 
@@ -31,16 +31,16 @@ def milestone(tmp_path_factory):
     latents = training_case.make_latents(root / "results" / "case")
     unet = {"name": "unet", "channels": 8, "multipliers": [1, 1], "blocks": 1, "attention": [], "norm_groups": 4}
     config = training_case.write_experiment(root / "case.yaml", training_case.experiment(model=unet))
-    out = root / "results" / "case" / "adaptive" / "seed0"
+    out = root / "results" / "case" / "methods" / "adaptive" / "seed0"
     assert cli.main(training_case.train_command(config, "adaptive", out, latents)[3:]) == 0
     path = root / "results" / "case" / "dataset" / "manifest.json"
     facts = {"source": "digits", "width": 8, "height": 8, "channels": 1, "train_count": 150, "heldout_count": 50}
-    write_json(path, read_json(path) | facts)
+    write_record(path, read_json(path) | facts)
     folder = out / "milestones" / "0000040"
     metrics = {"fid": 12.34, "fid_spread": 0.5, "fid_sets": [1.0]}
     protocol = {"identity": read_json(folder / "milestone.json")["identity"], "scheduler": "ddim", "steps": 20}
     record = {"step": 40, "metrics": metrics, "protocol": protocol, "warnings": []}
-    write_json(out / "evaluation" / "0000040.json", record)
+    write_record(out / "evaluation" / "0000040.json", record)
     return folder
 
 
@@ -136,7 +136,7 @@ def test_published_weights_have_a_card_too(milestone, tmp_path):
     shutil.copytree(milestone, alone)
     unknown = dict.fromkeys(("autoencoder_sha256", "dataset_sha256"))
     record = {"method": "imported", "imported": {"file": "model.pt", "sha256": "1" * 64}, "images_seen": 0, **unknown}
-    write_json(alone / "milestone.json", read_json(alone / "milestone.json") | record)
+    write_record(alone / "milestone.json", read_json(alone / "milestone.json") | record)
     assert cli.main(["export", "hub", str(alone), "--out", str(tmp_path / "model")]) == 0
     card = (tmp_path / "model" / "README.md").read_text()
     assert "Published weights of a diffusion model, `model.pt`" in card and "Not evaluated." in card
@@ -146,15 +146,15 @@ def test_published_weights_have_a_card_too(milestone, tmp_path):
 def test_hub_lists_the_milestones_in_a_folder_of_results(tree, monkeypatch, capsys):
     results, collected = tree
     expected = sorted(
-        str(results / run.method / f"seed{run.seed}" / "milestones" / f"{snapshot.step:07}")
+        str(results / "methods" / run.method / f"seed{run.seed}" / "milestones" / f"{snapshot.step:07}")
         for run in collected.runs
         for snapshot in run.snapshots
     )
     for path in (results, results.parent):
         assert cli.main(["export", "hub", str(path)]) == 0
         assert capsys.readouterr().out.splitlines() == expected
-    run = results / "uniform" / "seed0"
-    for path in (results / "uniform", run, run / "milestones"):
+    run = results / "methods" / "uniform" / "seed0"
+    for path in (results / "methods/uniform", run, run / "milestones"):
         assert cli.main(["export", "hub", str(path)]) == 0
         assert capsys.readouterr().out.splitlines() == [line for line in expected if line.startswith(str(run))]
     monkeypatch.chdir(results.parents[1])
@@ -182,7 +182,7 @@ def test_what_cannot_be_exported_is_rejected_in_one_line(tree, milestone, tmp_pa
     new, existing = tmp_path / "new", tmp_path / "existing"
     existing.mkdir()
     assert f"--out: got {existing}, which exists" in rejection(capsys, "hub", milestone, "--out", existing)
-    for path in (folder, folder / "uniform" / "seed0", Path("nowhere")):
+    for path in (folder, folder / "methods" / "uniform" / "seed0", Path("nowhere")):
         assert f"PATH: got {path}, allowed: a snapshot's folder" in rejection(capsys, "hub", path, "--out", new)
     assert "nowhere" in rejection(capsys, "wandb", "nowhere", "--out", new)
     assert "no training run there" in rejection(capsys, "tensorboard", existing, "--out", new)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kairos import files
-from kairos.files import atomic_folder, list_by_step, lock_folder
+from kairos.files import DamagedError, RecordReader, atomic_folder, list_by_step, lock_folder, read_record, write_record
 from kairos_timesteps.errors import KairosError
 
 WRITER = """
@@ -93,15 +93,15 @@ def test_a_kill_before_the_old_folder_is_deleted_leaves_the_new_one(tmp_path):
 @pytest.mark.parametrize("signal_action", ["SIG_DFL", "SIG_IGN"], ids=["kill", "error"])
 @pytest.mark.parametrize(
     "write",
-    ["write_text(path, 'new ' * 10_000)", "write_json(path, {'new': [0] * 10_000})"],
-    ids=["write_text", "write_json"],
+    ["write_text(path, 'new ' * 10_000)", "write_record(path, {'new': [0] * 10_000})"],
+    ids=["write_text", "write_record"],
 )
 def test_a_write_that_stops_midway_leaves_the_old_file(tmp_path, signal_action, write):
     """A limit on file sizes interrupts the write: the kernel kills the process, or the write fails."""
     path = tmp_path / "record.json"
-    files.write_json(path, {"old": 1})
+    files.write_record(path, {"old": 1})
     code = (
-        "import resource, signal, sys; from kairos.files import write_json, write_text; path = sys.argv[1]\n"
+        "import resource, signal, sys; from kairos.files import write_record, write_text; path = sys.argv[1]\n"
         f"signal.signal(signal.SIGXFSZ, signal.{signal_action})\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
@@ -222,3 +222,24 @@ def test_a_lock_whose_file_its_holder_deletes_is_taken_again(tmp_path, monkeypat
         assert len(attempts) == 2
         with pytest.raises(KairosError, match="another process"), lock_folder(tmp_path):
             pass
+
+
+def test_every_flipped_bit_of_a_record_is_noticed(tmp_path):
+    path = tmp_path / "record.json"
+    fields = {"a": 1.25, "nested": {"checksum": "0" * 64}, "text": "é", "zeros": "0" * 64}
+    write_record(path, fields)
+    content = path.read_bytes()
+    assert read_record(path) == fields and RecordReader("nested").read(path) == fields
+    for index in range(len(content)):
+        for bit in range(8):
+            path.write_bytes(content[:index] + bytes([content[index] ^ 1 << bit]) + content[index + 1 :])
+            with pytest.raises(DamagedError, match=r"record\.json: damaged"):
+                read_record(path)
+            with pytest.raises(DamagedError, match=r"record\.json: damaged"):
+                RecordReader("nested").read(path)
+
+
+def test_a_record_that_is_read_can_be_written_again(tmp_path):
+    write_record(tmp_path / "first", {"a": 1})
+    write_record(tmp_path / "second", read_record(tmp_path / "first") | {"a": 2})
+    assert read_record(tmp_path / "second") == {"a": 2}

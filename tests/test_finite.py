@@ -25,7 +25,7 @@ from kairos.evaluation.extractors import build_extractor, open_extractor
 from kairos.evaluation.measurements import ImageStatistics
 from kairos.evaluation.metrics import Comparison, RealStatistics
 from kairos.evaluation.settings import EXTRACTORS, METRICS
-from kairos.files import hash_folder, read_json, write_json
+from kairos.files import hash_folder, read_json, write_json, write_record
 from kairos.finite import demand_finite
 from kairos.milestones import open_milestone
 from kairos.text_encoders.encode_captions import encode_captions
@@ -162,7 +162,7 @@ def test_conditions_that_are_not_finite_are_rejected(latents, tmp_path):
         path = tmp_path / "data" / file / "manifest.json"
         record = read_json(path)
         record["conditions"]["vector"] = {"kind": "tensor", "shape": [3], "file": "conditions/vector.npy"}
-        write_json(path, record)
+        write_record(path, record)
     opened = open_latents(tmp_path / "data/latents")
     assert opened.load_conditions([6, 8])["vector"].shape == (2, 3)
     with pytest.raises(NotFiniteError, match=r"condition vector .*3 of 6 values are infinite"):
@@ -185,7 +185,7 @@ def damage_snapshot(finished: Path, folder: Path, value: float, weights: str = "
     save_file(tensors, file, {"format": "pt"})
     record = read_json(folder / "milestone.json")
     (folder / "milestone.json").unlink()
-    write_json(folder / "milestone.json", {**record, "files": hash_folder(folder)})
+    write_record(folder / "milestone.json", {**record, "files": hash_folder(folder)})
     return folder
 
 
@@ -195,7 +195,7 @@ def test_a_snapshot_of_a_diverged_run_gives_no_images(finished, latents, tmp_pat
     make_autoencoder(AutoencoderConfig(), open_dataset(latents.parent / "dataset"), tmp_path / "none", CPU)
     arguments = ["sample", "--milestone", folder, "--out", tmp_path / "x.npz", "--num", 4, "--autoencoder"]
     record = read_json(tmp_path / "none/manifest.json") | {"sha256": "blocks"}
-    write_json(tmp_path / "none/manifest.json", record)
+    write_record(tmp_path / "none/manifest.json", record)
     assert main([*map(str, arguments), str(tmp_path / "none")]) == 1
     message = capsys.readouterr().err
     assert str(folder) in message and "values are" in message and "Traceback" not in message
@@ -277,7 +277,7 @@ def test_a_metric_that_is_not_finite_is_rejected():
 
 def test_a_record_with_a_number_that_is_not_finite_is_not_written(tmp_path):
     with pytest.raises(NotFiniteError, match=r"record.json: validation.rows\[1\].loss is nan"):
-        write_json(tmp_path / "record.json", {"validation": {"rows": [{"loss": 1.0}, {"loss": float("nan")}]}})
+        write_record(tmp_path / "record.json", {"validation": {"rows": [{"loss": 1.0}, {"loss": float("nan")}]}})
     assert not (tmp_path / "record.json").exists()
 
 

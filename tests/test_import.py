@@ -17,7 +17,7 @@ from kairos.config import validate
 from kairos.data.latents import open_latents
 from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import validation_loss
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_record
 from kairos.milestones import open_milestone
 from kairos.training.identity import compute_identity
 from kairos.training.import_weights import published_diffusion
@@ -210,7 +210,7 @@ def test_latents_without_a_condition_of_the_model_are_reported(tmp_path, capsys)
     torch.save(make_weights("dit"), tmp_path / "a.pt")
     latents = make_latents(tmp_path / "data")
     for folder in (latents, latents.parent / "dataset"):
-        write_json(folder / "manifest.json", {**read_json(folder / "manifest.json"), "conditions": {}})
+        write_record(folder / "manifest.json", {**read_json(folder / "manifest.json"), "conditions": {}})
     for more in ((), ("--classes", 10)):
         out, status = import_weights(tmp_path, tmp_path / "a.pt", MODELS["dit"], "--latents", latents, *more)
         message = capsys.readouterr().err
@@ -285,7 +285,7 @@ def test_images_are_sampled_from_published_weights(tmp_path, capsys):
     pixels.mkdir()
     shape, factors = [4, 8, 8], {"scaling_factor": 1.0, "shift_factor": 0.0}
     manifest = {"kind": "none", "sha256": "pixels", "latent_shape": shape, "image_shape": shape, **factors}
-    write_json(pixels / "manifest.json", manifest)
+    write_record(pixels / "manifest.json", manifest)
     out, status = import_weights(tmp_path, tmp_path / "a.pt", model_options, "--autoencoder", pixels, "--classes", 10)
     assert status == 0, capsys.readouterr().err
     images = tmp_path / "images.npz"
@@ -296,6 +296,6 @@ def test_images_are_sampled_from_published_weights(tmp_path, capsys):
 
     assert import_weights(tmp_path, tmp_path / "a.pt", model_options, "--shape", "4,8,8", "--classes", 10)[1] == 0
     assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0  # the snapshot does not record its autoencoder
-    write_json(pixels / "manifest.json", {**manifest, "latent_shape": [4, 4, 4]})
+    write_record(pixels / "manifest.json", {**manifest, "latent_shape": [4, 4, 4]})
     assert main([*map(str, command), "--autoencoder", str(pixels)]) == 1
     assert "has latents of shape [4, 4, 4], allowed: [4, 8, 8]" in capsys.readouterr().err

@@ -67,11 +67,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
 
 def record_path(method: str) -> str:
     """Return the path of the record of a training run."""
-    return f"results/tiny/{method}/seed0/training.json"
+    return f"results/tiny/methods/{method}/seed0/training.json"
 
 
 def read_progress(copy: Copy, method: str) -> dict:
-    path = copy.folder / f"results/tiny/{method}/seed0/.state/progress.json"
+    path = copy.folder / f"results/tiny/methods/{method}/seed0/.state/progress.json"
     return read_json(path) if path.exists() else {"step": 0, "state": "never begun"}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import results_tree
 from kairos.config import load
-from kairos.files import DamagedError, RecordReader, read_json, write_json
+from kairos.files import DamagedError, RecordReader, read_json, write_record
 from kairos.report import curve_figures, formatting, plot_style, shown_methods
 from kairos.report.collect import collect
 from kairos.report.shown_methods import select_shown_methods
@@ -66,7 +66,7 @@ def test_a_record_reader_reads_what_read_json_reads_and_shares_the_field(tmp_pat
     ]
     paths = [tmp_path / f"{number}.json" for number in range(len(records))]
     for path, record in zip(paths, records):
-        write_json(path, record)
+        write_record(path, record)
     reader = RecordReader("config")
     read = [reader.read(path) for path in paths]
     assert read == records == [read_json(path) for path in paths]
@@ -85,5 +85,5 @@ def test_a_record_reader_rejects_a_damaged_file(tmp_path, text):
         reader.read(path)
     assert reader.glance(path) == {}
     with pytest.raises(DamagedError, match="holds no 'step'"):
-        write_json(path, {"config": {}})
+        write_record(path, {"config": {}})
         reader.read(path)["step"]

@@ -195,7 +195,7 @@ def test_the_estimate_equals_files_and_rate_of_a_real_run(tmp_path: Path, monkey
         dataset__color="grey", dataset__limit=200, dataset__heldout=0.25, model__width=96, model__depth=3,
     )  # fmt: skip
     for method in plain["methods"]:
-        train(plain, method, 0, results / method / "seed0", results / "latents", [0, 20, 40])
+        train(plain, method, 0, results / "methods" / method / "seed0", results / "latents", [0, 20, 40])
     manifest = results / "dataset/manifest.json"
     manifest.unlink()  # as before kairos prepare
     (results / "latents/manifest.json").unlink()
@@ -203,7 +203,7 @@ def test_the_estimate_equals_files_and_rate_of_a_real_run(tmp_path: Path, monkey
     assert (estimate.data.x0_shape, estimate.data.image_count, estimate.data.train_count) == ((4, 4, 4), 200, 150)
     assert estimate.storage["latents"] == pytest.approx(_measure_size(results / "latents"), rel=0.01)
     assert estimate.storage["dataset"] == pytest.approx((results / "dataset/images.npy").stat().st_size, rel=0.02)
-    states = [results / method / "seed0/.state" for method in plain["methods"]]
+    states = [results / "methods" / method / "seed0/.state" for method in plain["methods"]]
     kept = [path for state in states for path in state.glob("*/checkpoints/*")]
     assert len(kept) == 4
     assert estimate.storage["checkpoints"] == pytest.approx(sum(path.stat().st_size for path in kept), rel=0.02)
@@ -213,7 +213,7 @@ def test_the_estimate_equals_files_and_rate_of_a_real_run(tmp_path: Path, monkey
     assert lasting == pytest.approx(kept[0].stat().st_size, rel=0.02)  # of uniform, which has no state
     assert estimate.rate is not None
     assert f"measured in {len(plain['methods'])} training runs" in estimate.rate.source
-    line = json.loads((results / "uniform/seed0/timing.jsonl").read_text().splitlines()[-1])
+    line = json.loads((results / "methods/uniform/seed0/timing.jsonl").read_text().splitlines()[-1])
     assert estimate.methods["uniform"].seconds_per_step == pytest.approx(line["seconds"] / 40)
     assert estimate.methods["uniform"].lost_seconds == pytest.approx(line["seconds"] / 40 * 10)
     assert estimate.unit == "CPU"  # the runs were timed on it
@@ -231,7 +231,7 @@ def test_the_estimate_equals_files_and_rate_of_a_real_run(tmp_path: Path, monkey
 def test_the_rate_is_that_of_the_newest_state(tmp_path: Path) -> None:
     """A run whose settings have changed keeps the state of the earlier settings."""
     for name, seconds, modified in (("aaaa", 10.0, 1_000), ("ffff", 0.01, 2_000), ("cccc", 5.0, 1_500)):
-        file = tmp_path / "uniform/seed0/.state" / name / "timing.jsonl"
+        file = tmp_path / "methods/uniform/seed0/.state" / name / "timing.jsonl"
         file.parent.mkdir(parents=True)
         line = json.dumps({"step": 1, "seconds": seconds, "machine": results_tree.MACHINE})
         file.write_text(f"{line}\n\0\0\n")  # a power loss damaged the end

@@ -12,8 +12,8 @@ import yaml
 
 from kairos import devices
 from kairos.cli import main
-from kairos.config import freeze, load, plugins, validate
-from kairos.files import read_json
+from kairos.config import freeze, load, load_frozen, plugins, validate
+from kairos.files import DamagedError, read_json
 from kairos.stages import TRAIN, hash_stage_code
 from kairos.training.identity import compute_identity
 from kairos.training.settings import read_run_settings
@@ -324,6 +324,19 @@ def test_a_frozen_experiment_records_the_code_of_its_plugins(folder):
     second = freeze(config)
     assert second != first
     plugins.check_unedited(second, "power", config.methods["power"])
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".plugins.json"])
+def test_a_damaged_frozen_experiment_is_rejected_and_written_again(folder, suffix):
+    path = freeze(validate(make_case()))
+    assert load_frozen(path) == load(path)
+    damaged = path.with_suffix(suffix)
+    content = damaged.read_bytes()
+    position = len(content) // 2
+    damaged.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+    with pytest.raises(DamagedError, match="damaged: does not match the hash in its name"):
+        load_frozen(path)
+    assert freeze(validate(make_case())) == path and damaged.read_bytes() == content
 
 
 @pytest.mark.long

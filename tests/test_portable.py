@@ -15,7 +15,7 @@ import yaml
 from kairos import portable
 from kairos.cli import main
 from kairos.config import validate
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_json, write_record
 from kairos.workflow.dvc_records import hash_path
 from kairos_timesteps.errors import ConfigError, KairosError
 from training_case import experiment, hashes, make_latents, train_command, write_experiment
@@ -198,7 +198,7 @@ def test_a_run_on_an_emulated_cpu_has_equal_bits(tmp_path, local_probe, native, 
 
 def test_verify_reports_differences_from_a_lock_file_and_their_causes(tmp_path, capsys):
     results = tmp_path / "results/x"
-    write_json(results / "dataset/manifest.json", {"a": 1})
+    write_record(results / "dataset/manifest.json", {"a": 1})
     write_json(results / "latents/manifest.json", {"b": 1})
     write_json(results / "dependencies.yaml", {"prepare": {"code": "1"}, "encode": {"code": "1", "size": 3}})
     write_json(results / "timing/encode.json", {"machine": {"processor": "Xeon", "torch": "2.9"}})
@@ -226,8 +226,8 @@ def test_verify_reports_differences_from_a_lock_file_and_their_causes(tmp_path, 
     assert "report.html: not compared, holds clock times" in output and "1 not compared, 2 same" in output
 
     write_json(tmp_path / "dvc.machines.json", {"machines": [{"processor": "EPYC", "torch": "2.9"}]})
-    write_json(results / "dataset/manifest.json", {"a": 2})
-    write_json(results / "latents/manifest.json", {"b": 2})
+    write_record(results / "dataset/manifest.json", {"a": 2})
+    write_record(results / "latents/manifest.json", {"b": 2})
     assert main(verify) == 1
     output = capsys.readouterr()
     assert re.search(r"results/x/dataset: differs, .*processor.*EPYC.*Xeon", output.out)

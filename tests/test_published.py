@@ -117,7 +117,7 @@ def test_the_lowest_value_so_far_is_compared_if_the_paper_reports_it(tmp_path):
     """The lowest value so far is taken per seed, without the untrained network and without later steps."""
     folder = results_tree.write(tmp_path, SEEDS, ("uniform", "speed"))[1]
     for seed, value in ((0, 1e-3), (1, 5000.0)):
-        file = folder / f"uniform/seed{seed}/evaluation/0000200.json"
+        file = folder / f"methods/uniform/seed{seed}/evaluation/0000200.json"
         record = json.loads(file.read_text())
         record["metrics"][results_tree.METRIC] = value
         file.write_text(json.dumps(record))
@@ -171,8 +171,8 @@ def test_accelerations_have_an_interval_over_seeds(folder):
 def test_snapshots_that_a_method_lacks_are_left_out_of_its_acceleration(tmp_path):
     folder = results_tree.write(tmp_path, SEEDS, ("uniform", "speed"))[1]
     for seed in SEEDS:
-        (folder / f"speed/seed{seed}/evaluation/0000200.json").unlink()  # of all seeds
-    (folder / "uniform/seed1/evaluation/0000100.json").unlink()  # of one seed
+        (folder / f"methods/speed/seed{seed}/evaluation/0000200.json").unlink()  # of all seeds
+    (folder / "methods/uniform/seed1/evaluation/0000100.json").unlink()  # of one seed
     results = collect(make_recipe(BLOCK), folder, unfinished=True)
     (acceleration,) = published_numbers.compute_accelerations(results)
     ratios = []
@@ -188,8 +188,8 @@ def test_snapshots_that_a_method_lacks_are_left_out_of_its_acceleration(tmp_path
 
 def test_without_a_common_seed_the_measured_acceleration_is_unknown(tmp_path):
     folder = results_tree.write(tmp_path, (0, 1), ("uniform", "speed"))[1]
-    shutil.rmtree(folder / "uniform/seed0/evaluation")
-    shutil.rmtree(folder / "speed/seed1/evaluation")
+    shutil.rmtree(folder / "methods/uniform/seed0/evaluation")
+    shutil.rmtree(folder / "methods/speed/seed1/evaluation")
     recipe = make_recipe(BLOCK, seeds=[0, 1])
     (acceleration,) = published_numbers.compute_accelerations(collect(recipe, folder, unfinished=True))
     assert acceleration.measured is None and acceleration.published is not None
@@ -268,6 +268,6 @@ def test_the_report_and_its_table_contain_published_numbers(tmp_path):
 def test_an_unfinished_experiment_compares_its_finished_steps(tmp_path):
     folder = results_tree.write(tmp_path, SEEDS, ("uniform", "speed"))[1]
     for seed in SEEDS:
-        (folder / f"speed/seed{seed}/evaluation/0000200.json").unlink()
+        (folder / f"methods/speed/seed{seed}/evaluation/0000200.json").unlink()
     rows = published_numbers.compare_published_numbers(collect(make_recipe(BLOCK), folder, unfinished=True))
     assert [row.obstacle for row in rows] == ["", "", "", "", "not measured yet"]

@@ -2,8 +2,6 @@
 
 import json
 import math
-import shlex
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +14,9 @@ from kairos.sampling.samples_file import open_samples
 from kairos.sampling.settings import SOLVERS, SamplingConfig
 from kairos.sampling.solvers import orders
 from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
-from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError
 from test_sampling import MEAN, STD, optimal_network, process_of, run, small_dit, solver_settings
-from training_case import build_model, experiment, make_process, train
+from training_case import build_model, experiment, make_process, train, write_experiment
 
 LEARNED = {"name": "discrete", "timesteps": 1000, "schedule": "linear", "variance": "learned_range"}
 
@@ -336,9 +333,10 @@ def test_guidance_without_conditions_or_their_dropout_is_rejected_with_its_value
             validate(values)
 
 
-def test_the_workflow_passes_guidance_to_sampling_jobs(monkeypatch):
+def test_sampling_jobs_get_the_guidance_of_the_experiment(tmp_path, monkeypatch):
     """Null settings are passed too, because the milestone may contain other values."""
     seen = []
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kairos.sampling.sample.run", lambda jobs, request: seen.append(request))
     for sampling in (
         {},
@@ -348,8 +346,8 @@ def test_the_workflow_passes_guidance_to_sampling_jobs(monkeypatch):
             model={"name": "dit", "patch": 2, "width": 16, "depth": 1, "heads": 2, "conditions": ["class"]},
             training__condition_dropout=0.1, sampling=sampling,
         )  # fmt: skip
-        line = shlex.split(Layout(validate(plain), Path()).sampling_options(None, None))
-        assert main(["sample", "--milestone", "m", "--out", "o", "--num", "1", *line]) == 0
+        config = write_experiment(tmp_path / "x.yaml", plain)
+        assert main(["sample", "--config", str(config), "--method", "uniform", "--seed", "0"]) == 0
         passed = {**seen[-1].overrides, "seed": seen[-1].seed}
         assert {**plain["sampling"], **passed} == plain["sampling"] and set(plain["sampling"]) - set(passed) == {
             "shards"
@@ -377,8 +375,8 @@ def test_the_command_line_samples_with_a_learned_variance(tmp_path):
     dataset = open_dataset(results / "dataset")
     make_autoencoder(config.autoencoder, dataset, results / "autoencoder", torch.device("cpu"), False)
     encode(dataset, load_codec(results / "autoencoder", "cpu"), results / "latents", False, 64)
-    train(plain, "speed", 0, results / "speed" / "seed0", results / "latents", [0, 4])
-    milestone = results / "speed" / "seed0" / "milestones" / "0000004"
+    train(plain, "speed", 0, results / "methods" / "speed" / "seed0", results / "latents", [0, 4])
+    milestone = results / "methods" / "speed" / "seed0" / "milestones" / "0000004"
     line = ["sample", "--milestone", str(milestone), "--num", "5", "--out"]
     channels = json.loads((milestone / "milestone.json").read_text())["shape"][0]
     assert main([*line, str(tmp_path / "a.npz"), "--guidance-channels", str(channels)]) == 0

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -24,19 +23,18 @@ from kairos.workflow.layout import Layout
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.strategy import Strategy
+from workflow_copy import copy_finished_run
 
 ROOT = Path(__file__).parents[1]
-ARCHIVE = Path(__file__).with_name("fixtures") / "results_2026_11.tar.xz"
-RUN = "<method>/seed<N>/"
+RUN = "methods/<method>/seed<N>/"
 
 
 @pytest.fixture(scope="module")
-def archived():
-    """Contents of the files of archived results, by their path in results/<experiment>/."""
-    prefix = "results/kept/"
-    with tarfile.open(ARCHIVE) as archive:
-        members = [member for member in archive if not member.isdir() and member.name.startswith(prefix)]
-        return {member.name.removeprefix(prefix): archive.extractfile(member).read() for member in members}
+def finished(tmp_path_factory):
+    """Contents of the files of a finished experiment, by their path in results/<experiment>/."""
+    results = copy_finished_run(tmp_path_factory).folder / "results/tiny"
+    files = [path for path in results.rglob("*") if path.is_file() and path.name != ".snakemake_timestamp"]
+    return {path.relative_to(results).as_posix(): path.read_bytes() for path in files}
 
 
 def to_regex(pattern: str) -> re.Pattern[str]:
@@ -69,22 +67,21 @@ def declared_files() -> set[str]:
     return {file.removeprefix(f"{layout.results}/") for file in files}
 
 
-def test_every_file_of_results_is_listed(archived):
+@pytest.mark.long
+def test_every_file_of_results_is_listed(finished):
     patterns = [to_regex(name) for name in documented_files()]
-    files = {*archived, *declared_files()}
+    files = {*finished, *declared_files()}
     assert [file for file in sorted(files) if not any(pattern.fullmatch(file) for pattern in patterns)] == []
     assert not any(pattern.fullmatch("another.txt") for pattern in patterns)
 
 
-def test_every_listed_file_exists_in_results_with_these_exceptions(archived):
-    files = {*archived, *declared_files()}
+@pytest.mark.long
+def test_every_listed_file_exists_in_results_with_these_exceptions(finished):
+    files = {*finished, *declared_files()}
     unmatched = {name for name in documented_files() if not any(map(to_regex(name).fullmatch, files))}
-    # files of the stages report and track, of Snakemake's jobs, of DVC, or of experiments with an autoencoder, captions
-    # or published numbers, which neither the archive nor the declared files contain
+    # files of DVC, of unfinished experiments, and of experiments with captions or published numbers
     assert unmatched == {
-        "report.html", "report_unfinished.html", "published.csv", "figures/<name>.png", "figures/<name>.svg",
-        "tracking.json", "text/manifest.json", "text/<name>.npy", "latents/<name>.npy", "dependencies.yaml",
-        "logs/<job>.log", "logs/<job>.timing.json",
+        "report_unfinished.html", "published.csv", "text/manifest.json", "text/<name>.npy", "dependencies.yaml",
     }  # fmt: skip
 
 
@@ -94,9 +91,10 @@ def undocumented(names, table: str) -> list[str]:
     return [name for name in names if not any(to_regex(row).fullmatch(name) for row in rows)]
 
 
-def test_every_column_of_a_summary_has_a_meaning(archived, tmp_path):
+@pytest.mark.long
+def test_every_column_of_a_summary_has_a_meaning(finished, tmp_path):
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "adaptive"))
-    for text in (archived["summary.csv"].decode(), summary_csv(collect(load(config), results))):
+    for text in (finished["summary.csv"].decode(), summary_csv(collect(load(config), results))):
         columns = next(csv.reader(io.StringIO(text)))
         assert len(columns) > 20 and undocumented(columns, reference.summary_columns()) == []
     assert undocumented(["another"], reference.summary_columns()) == ["another"]
@@ -111,10 +109,10 @@ def flat_fields(content: bytes) -> set[str]:
     return fields
 
 
-@pytest.mark.parametrize("method", ["uniform", "loss_rms"])
-def test_every_field_of_metrics_and_timing_has_a_meaning(archived, method):
-    metrics = flat_fields(archived[f"{method}/seed0/metrics.jsonl"])
-    timing = flat_fields(archived[f"{method}/seed0/timing.jsonl"])
+@pytest.mark.long
+def test_every_field_of_metrics_and_timing_has_a_meaning(finished):
+    metrics = flat_fields(finished["methods/adaptive/seed0/metrics.jsonl"])
+    timing = flat_fields(finished["methods/adaptive/seed0/timing.jsonl"])
     assert "mse" in metrics and undocumented(metrics, reference.metrics_fields()) == []
     assert "seconds" in timing and undocumented(timing, reference.timing_fields()) == []
 
@@ -155,8 +153,9 @@ def test_a_metric_computes_the_columns_that_it_declares(name, tmp_path):
     assert len(computed) == len(metric.columns) and undocumented(computed, reference.metrics()) == []
 
 
-def test_the_validation_loss_has_the_columns_that_it_declares(archived):
-    losses = json.loads(archived["uniform/seed0/evaluation/0000008.json"])["validation"]
+@pytest.mark.long
+def test_the_validation_loss_has_the_columns_that_it_declares(finished):
+    losses = json.loads(finished["methods/adaptive/seed0/evaluation/0000040.json"])["validation"]
     columns = {f"val_{name}" for name, value in losses.items() if isinstance(value, float)}
     declared = {name.replace("<prediction>", "epsilon") for name in METRICS["validation"].columns}
     assert columns == declared, "with 50 timesteps, the last one has more than a hundredth of the VLB's weight"

@@ -19,7 +19,7 @@ from kairos.files import hash_folder
 from ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ("dataset", "latents", "uniform/seed0/checkpoint.pt")
+RESULTS = ("dataset", "latents", "methods/uniform/seed0/checkpoint.pt")
 
 
 class Repository:

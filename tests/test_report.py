@@ -22,7 +22,7 @@ from scipy import stats
 import results_tree
 from kairos.cli import main
 from kairos.config import load, validate
-from kairos.files import hash_folder, read_json, sha256_file, write_json
+from kairos.files import hash_folder, read_json, sha256_file, write_json, write_record
 from kairos.report import curve_figures, figures, findings, formatting, plot_style, ranking
 from kairos.report.build import build_report, summary_csv
 from kairos.report.collect import collect
@@ -175,10 +175,10 @@ def test_step_and_time_factors_against_uniform_have_intervals(built):
 def test_the_time_factor_includes_the_cost_of_a_step(small):
     config, results = small
     for step in (100, 200, 400):  # adaptive equals uniform, with steps that take 1.2 times as long
-        path = results / "adaptive/seed0/evaluation" / f"{step:07d}.json"
+        path = results / "methods/adaptive/seed0/evaluation" / f"{step:07d}.json"
         record = read_json(path)
         record["metrics"][METRIC] = results_tree.distance("uniform", 0, step)
-        write_json(path, record)
+        write_record(path, record)
     row = next(
         row for row in ranking.compare_methods(collect(load(config), results).measurements) if row.method == "adaptive"
     )
@@ -197,10 +197,10 @@ def test_learned_samplers_are_listed_and_one_that_has_not_moved_is_marked(built,
     assert "policy updates" in text and "has not moved" not in text
     results = small[1]
     for step in (0, 100, 200, 400):
-        path = results / "adaptive/seed0/milestones" / f"{step:07d}" / "milestone.json"
+        path = results / "methods/adaptive/seed0/milestones" / f"{step:07d}" / "milestone.json"
         record = read_json(path)
         record["strategy"]["tv_from_start"] = 0.004
-        write_json(path, record)
+        write_record(path, record)
     html = page_of(*small)
     assert html.count('<span class="mark warn">has not moved</span>') == 2  # in the comparison and at its last snapshot
     assert "adaptive seed 0: its sampler learns but has not moved" in html
@@ -208,15 +208,15 @@ def test_learned_samplers_are_listed_and_one_that_has_not_moved_is_marked(built,
 
 def test_the_report_warns_of_methods_that_end_above_the_gaussian_or_get_worse(small):
     config, results = small
-    path = results / "adaptive/seed0/evaluation/0000400.json"
+    path = results / "methods/adaptive/seed0/evaluation/0000400.json"
     record = read_json(path)
     record["metrics"][METRIC] = 320.0
     record["warnings"] = ["<script>few images</script>"]
-    write_json(path, record)
-    path = results / "uniform/seed0/evaluation/0000400.json"
+    write_record(path, record)
+    path = results / "methods/uniform/seed0/evaluation/0000400.json"
     record = read_json(path)
     record["warnings"] = ["<script>few images</script>"]
-    write_json(path, record)
+    write_record(path, record)
     messages = list(findings.find_warnings(collect(load(config), results)))
     assert any("not below the 88 of a Gaussian fitted to the data: adaptive (" in message for message in messages)
     assert any(message.startswith("adaptive gets worse from step 200") for message in messages)
@@ -227,12 +227,12 @@ def test_the_report_warns_of_methods_that_end_above_the_gaussian_or_get_worse(sm
 
 def test_without_standard_deviations_and_clock_times_the_report_contains_no_nan(small):
     config, results = small
-    for training in ("uniform/seed0", "adaptive/seed0"):
+    for training in ("methods/uniform/seed0", "methods/adaptive/seed0"):
         (results / training / "timing.jsonl").unlink()
         for path in (results / training / "evaluation").glob("*.json"):
             record = read_json(path)
             record["metrics"][f"{METRIC}_spread"] = None
-            write_json(path, record)
+            write_record(path, record)
     rows = list(csv.DictReader(io.StringIO(summary_csv(collect(load(config), results)))))
     assert {row[f"{METRIC}_spread"] for row in rows[:-4]} == {""}
     assert {row["train_seconds"] for row in rows[:-4] if row["step"] != "0"} == {""}
@@ -313,16 +313,16 @@ def test_labels_keep_their_order_and_a_minimum_distance():
 
 @pytest.mark.long
 def test_without_held_out_images_neither_page_nor_summary_has_rows_for_them(small):
-    for path in small[1].glob("*/seed*/evaluation/*.json"):
-        write_json(path, {name: value for name, value in read_json(path).items() if name != "validation"})
+    for path in small[1].glob("methods/*/seed*/evaluation/*.json"):
+        write_record(path, {name: value for name, value in read_json(path).items() if name != "validation"})
     reference = small[1] / "reference/reference.json"
     record = read_json(reference)
     rows = {name: row for name, row in record["rows"].items() if name in ("gaussian", "noise")}
-    write_json(
+    write_record(
         reference, {**record, "rows": {**record["rows"], "floor": {**record["rows"]["floor"], "n_samples": 333}}}
     )
     assert page_of(*small).count("(of 333 images, all that are held out)") == 1
-    write_json(reference, {**record, "rows": rows, "reference": "all"})
+    write_record(reference, {**record, "rows": rows, "reference": "all"})
     content = page_of(*small)
     assert "validation_loss" not in content and "#validation" not in content and "held-out real images" not in content
     assert "statistics of all images" in content
@@ -341,13 +341,13 @@ def test_the_page_shows_recorded_values_that_differ_from_the_settings(small):
     values["evaluation"]["strata"] = 32
     config.write_text(yaml.safe_dump(values))
     experiment = load(config)
-    for path in results.glob("*/seed*/milestones/*/milestone.json"):
-        write_json(path, read_json(path) | {"config": experiment.plain()})
-    for path in results.glob("*/seed*/evaluation/*.json"):
+    for path in results.glob("methods/*/seed*/milestones/*/milestone.json"):
+        write_record(path, read_json(path) | {"config": experiment.plain()})
+    for path in results.glob("methods/*/seed*/evaluation/*.json"):
         record = read_json(path)
         record["validation"]["images"] = 20
         record["protocol"] |= {"n_samples": 390, "scheduler": "heun", "guidance_scale": 1.5}
-        write_json(path, record)
+        write_record(path, record)
     facts = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page_of(*small), re.DOTALL))
     assert (experiment.evaluation.loss_images, experiment.evaluation.strata) == (256, 32)
     assert "20 held-out images" in facts["Validation loss"] and "18 strata" in facts["Validation loss"]
@@ -364,12 +364,12 @@ def test_conditions_are_shown_with_the_generated_images(small, conditions):
     values["dataset"] |= {"low_resolution": 2, "resolution": 8} if "low_resolution" in conditions else {}
     small[0].write_text(yaml.safe_dump(values | {"text_encoder": {"path": "encoder"}}))
     texts = np.array([b"a cat of $5"] * 20)
-    for path in small[1].glob("*/seed*/samples/*.png"):
+    for path in small[1].glob("methods/*/seed*/samples/*.png"):
         images = np.zeros((20, 8, 8, 1), np.uint8)
         write_samples(path.with_suffix(".npz"), images, {"labels": "balanced", "seed": 0}, {"text": [texts]}, 20)
-    for path in small[1].glob("*/seed*/milestones/*/milestone.json"):
+    for path in small[1].glob("methods/*/seed*/milestones/*/milestone.json"):
         kinds = {name: {"kind": name} for name in conditions}
-        write_json(path, read_json(path) | {"conditions": kinds, "config": load(small[0]).plain()})
+        write_record(path, read_json(path) | {"conditions": kinds, "config": load(small[0]).plain()})
     results = collect(load(small[0]), small[1])
     figure = draw_conditional_samples(results, plot_style.assign_styles(results.methods, results.baseline))
     columns = ["low resolution"] * (len(conditions) - 1) + ["real", *results.methods]

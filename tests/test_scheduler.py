@@ -69,7 +69,7 @@ def jobs(copy) -> dict[str, Jobs]:
     write_experiment(copy, "sharded", shards=3)
     write_experiment(copy, "shared", trainings_per_gpu="3")
     write_experiment(copy, "diverged", trainings_per_gpu="3")
-    state = copy.folder / "results/diverged/uniform/seed0/.state/progress.json"
+    state = copy.folder / "results/diverged/methods/uniform/seed0/.state/progress.json"
     state.parent.mkdir(parents=True)
     state.write_text(json.dumps({"state": "failed", "again": False}))
     names = ("plain", "sharded", "shared", "diverged")

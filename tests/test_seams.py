@@ -256,7 +256,7 @@ def test_a_registered_condition_with_a_sequence_per_image_reaches_training_and_s
     )
     make_autoencoder(config.autoencoder, open_dataset(dataset), autoencoder, torch.device("cpu"), False)
     encode(open_dataset(dataset), load_codec(autoencoder, "cpu"), latents, False, 64)
-    run = tmp_path / "text" / "seed0"
+    run = tmp_path / "methods" / "text" / "seed0"
     train(plain, "uniform", 0, run, latents, [0, 2])
     description = {"kind": "sequence", "file": "conditions/sequence.npy"}
     milestone = run / "milestones" / "0000002"
@@ -356,10 +356,10 @@ def test_the_tables_of_registered_analyses_are_written(register_component, laten
     config = validate(
         experiment({"uniform": {}}, analyses=[{"name": "weight_norm", "images": 2, "milestones": [20]}, "seeds"])
     )
-    train(config.plain(), "uniform", 0, tmp_path / "uniform/seed0", latents, [0, 20])
+    train(config.plain(), "uniform", 0, tmp_path / "methods/uniform/seed0", latents, [0, 20])
     weight_norm, seeds = config.analyses
     for _, _, step in analysed_snapshots(weight_norm, config):
-        milestone = tmp_path / f"uniform/seed0/milestones/{step:07d}"
+        milestone = tmp_path / f"methods/uniform/seed0/milestones/{step:07d}"
         out = Path(snapshot_table_path(tmp_path, "weight_norm", "uniform", 0, step))
         tables.measure_snapshot(weight_norm, milestone, latents, out, torch.device("cpu"))
     (row,) = tables.build_table(weight_norm, config, tmp_path).to_dict("records")

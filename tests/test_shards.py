@@ -54,7 +54,7 @@ def train_milestones(root: Path, **changes) -> Path:
     assert kairos("prepare", "--config", config, "--out", r / "dataset") == 0
     assert kairos("autoencoder", *shared, "--out", r / "autoencoder") == 0
     assert kairos("encode", *shared, "--autoencoder", r / "autoencoder", "--out", r / "latents") == 0
-    out = r / "uniform" / "seed0"
+    out = r / "methods" / "uniform" / "seed0"
     job = ("--config", config, "--method", "uniform", "--seed", 0, "--out", out, "--latents", r / "latents")
     assert kairos("train", *job, "--milestones", 0, 2) == 0
     return out / "milestones"
@@ -177,7 +177,7 @@ def test_shards_consist_of_whole_batches_and_cover_all_images(count, size, of):
 
 
 def test_a_samples_file_contains_the_conditions_of_its_images(milestones, tmp_path):
-    latents = open_latents(milestones / "../../../latents")
+    latents = open_latents(milestones / "../../../../latents")
     train_labels = latents.load_conditions(latents.train)["class"].numpy()
     for labels in ("balanced", "data"):
         assert run_sample(milestones, tmp_path / labels, "--labels", labels, num=400) == 0
@@ -327,7 +327,7 @@ def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
 def test_a_pipeline_in_shards_gives_the_same_files(tmp_path_factory):
     copy = copy_finished_run(tmp_path_factory)
     results, file = copy.folder / "results/tiny", copy.folder / "params.yaml"
-    patterns = ("sums/*/*/*.txt", "latents/*", "*/seed*/samples/*", "*/seed*/evaluation/*")
+    patterns = ("sums/*/*/*.txt", "latents/*", "methods/*/seed*/samples/*", "methods/*/seed*/evaluation/*")
 
     def hashes() -> dict[str, str]:
         paths = sorted(path for pattern in patterns for path in results.glob(pattern))
@@ -339,7 +339,7 @@ def test_a_pipeline_in_shards_gives_the_same_files(tmp_path_factory):
     assert load(file).autoencoder.shards == load(file).sampling.shards == 2
     assert copy.to_do(config="params.yaml") == {"report": 1, "track": 1}  # both show the settings
     shutil.rmtree(results / "latents")
-    for folder in results.glob("*/seed*/samples"):
+    for folder in results.glob("methods/*/seed*/samples"):
         shutil.rmtree(folder)
     to_do = copy.to_do(config="params.yaml")
     assert to_do["encode_shards"] == 2 and to_do["encode"] == 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kairos.data.latents import open_latents
-from kairos.files import DamagedError, hash_folder, read_json, write_json
+from kairos.files import DamagedError, hash_folder, read_json, write_record
 from kairos.staging import mount, staged
 from training_case import make_latents
 
@@ -25,7 +25,7 @@ def latents(tmp_path, monkeypatch):
     for path in (folder, folder.parent / "dataset"):
         manifest = read_json(path / "manifest.json")
         files = {name: digest for name, digest in hash_folder(path).items() if name != "manifest.json"}
-        write_json(path / "manifest.json", {**manifest, "files": files})
+        write_record(path / "manifest.json", {**manifest, "files": files})
     (tmp_path / "local").mkdir()
     return folder
 
@@ -78,7 +78,7 @@ def test_a_copy_has_the_content_of_the_original(stage, latents, local):
 
 def test_for_training_on_pixels_the_data_set_is_copied(stage, latents, local):
     manifest = read_json(latents / "manifest.json")
-    write_json(latents / "manifest.json", {**manifest, "kind": "pixels", "files": {}})
+    write_record(latents / "manifest.json", {**manifest, "kind": "pixels", "files": {}})
     copy = stage(latents)
     assert not (copy / "../dataset/images.npy").is_symlink()
     assert (open_latents(copy).dataset.images[:] == open_latents(latents).dataset.images[:]).all()
@@ -113,7 +113,7 @@ def test_latents_with_other_content_get_another_copy(stage, latents, local):
     np.save(latents / "mean.npy", mean + 1)
     manifest = read_json(latents / "manifest.json")
     files = {**manifest["files"], "mean.npy": hash_folder(latents)["mean.npy"]}
-    write_json(latents / "manifest.json", {**manifest, "files": files})
+    write_record(latents / "manifest.json", {**manifest, "files": files})
     second = stage(latents)
     assert second != first
     assert (np.load(second / "mean.npy") == mean + 1).all()
@@ -164,7 +164,7 @@ def test_the_next_job_to_end_deletes_the_copy_of_a_killed_job(latents, local):
     killed.communicate()
     assert list(local.rglob("mean.npy"))
     manifest = read_json(latents / "manifest.json")
-    write_json(latents / "manifest.json", {**manifest, "note": "of another experiment"})
+    write_record(latents / "manifest.json", {**manifest, "note": "of another experiment"})
     with staged(latents):
         assert len(list(local.rglob("mean.npy"))) == 2
     assert not list(local.rglob("*.npy"))

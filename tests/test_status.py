@@ -15,7 +15,7 @@ import pytest
 from kairos import slurm
 from kairos.cli import main
 from kairos.config import freeze, validate
-from kairos.files import hash_folder, write_json
+from kairos.files import hash_folder, write_json, write_record
 from kairos.status.run_progress import RunProgress, list_run_progress, load_outline
 from kairos.training.job import ProgressFile
 from training_case import experiment, make_latents, train
@@ -59,7 +59,7 @@ def locked(lock: Path) -> Iterator[None]:
 
 def write_progress(method: str, step: int, last_step: int = 200) -> ProgressFile:
     """Write the progress file of a training run that is at `step`."""
-    state = RESULTS / method / "seed0/.state"
+    state = RESULTS / "methods" / method / "seed0/.state"
     state.mkdir(parents=True)
     (state / "lock").touch()
     progress = ProgressFile(state, last_step)
@@ -84,15 +84,15 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
     write_log("train_min_snr_seed0_1.log", "start\n")
     write_progress("speed", 150).write_end("stopped", "SIGTERM: state written after step 150")
     write_progress("adaptive", 200).write_end("complete")
-    write_json(RESULTS / "adaptive/seed0/training.json", {"steps": 200})
+    write_json(RESULTS / "methods/adaptive/seed0/training.json", {"steps": 200})
     write_progress("log_normal", 100, last_step=100).write_end("complete")  # the first of two segments
     write_log("train_beta_seed0.log", "kairos: latents/manifest.json is missing\n\n")
     write_log("train_mode_seed0.log", "")  # Snakemake creates the log and the folders of outputs before the job
-    (RESULTS / "mode/seed0/milestones/0000200").mkdir(parents=True)
-    (RESULTS / "mode/seed0/evaluation").mkdir()
-    (RESULTS / "mode/seed0/evaluation/0000200-old.json").write_text("{}")  # a user's copy: its name is no step
+    (RESULTS / "methods/mode/seed0/milestones/0000200").mkdir(parents=True)
+    (RESULTS / "methods/mode/seed0/evaluation").mkdir()
+    (RESULTS / "methods/mode/seed0/evaluation/0000200-old.json").write_text("{}")  # a user's copy: its name is no step
 
-    with locked(RESULTS / "uniform/seed0/.state/lock"):
+    with locked(RESULTS / "methods/uniform/seed0/.state/lock"):
         runs = progress_by_method()
         assert main(["status", "many.yaml"]) == 0
     assert {name: (run.state, run.step, run.last_step) for name, run in runs.items()} == {
@@ -123,7 +123,7 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
 
 def test_the_progress_or_error_of_a_stage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     write_log("prepare.log", "complete\n")
-    write_json(RESULTS / "dataset/manifest.json", {})
+    write_record(RESULTS / "dataset/manifest.json", {})
     write_log("extractor.log", "interrupted\n")
     os.utime(RESULTS / "logs/extractor.log", (0, 0))
     write_log("encode.log", "encode: 64 of 90 images\nkairos: dataset: a.png is broken\n  b.png is broken\n")
@@ -141,7 +141,7 @@ def test_rate_and_remaining_time_of_a_running_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kairos.training.job._WRITE_INTERVAL", 0.0)
     progress = write_progress("uniform", 100)
     progress.update(110, 11.0)
-    with locked(RESULTS / "uniform/seed0/.state/lock"):
+    with locked(RESULTS / "methods/uniform/seed0/.state/lock"):
         training = progress_by_method()["uniform"]
     assert training.rate is not None
     assert training.seconds_left == pytest.approx(90 / training.rate)
@@ -150,8 +150,10 @@ def test_rate_and_remaining_time_of_a_running_run(monkeypatch: pytest.MonkeyPatc
 
 def test_a_job_in_the_queue_takes_precedence_over_the_progress_file() -> None:
     write_progress("uniform", 50)  # its process ended, and SLURM queued the job again
-    write_json(".kairos/jobs/many/18.json", {"outputs": ["results/many/p2/seed0/milestones/0000100/milestone.json"]})
-    write_json(".kairos/jobs/many/19.json", {"outputs": ["results/many/p2/seed0/samples/0000100.npz"]})
+    write_json(
+        ".kairos/jobs/many/18.json", {"outputs": ["results/many/methods/p2/seed0/milestones/0000100/milestone.json"]}
+    )
+    write_json(".kairos/jobs/many/19.json", {"outputs": ["results/many/methods/p2/seed0/samples/0000100.npz"]})
     lines = (
         "17|PENDING|Priority|N/A|rule_train_1_wildcards_uniform_0",
         "18|RUNNING|None|2026-01-31T12:00:00|rule_trainings_1",
@@ -228,7 +230,7 @@ def test_a_thousand_training_runs_are_read_with_few_operations() -> None:
     write_experiment([f"method_{number}" for number in range(200)], seeds="[0, 1, 2, 3, 4]")
     for number in range(200):
         for seed in range(5):
-            training = RESULTS / f"method_{number}" / f"seed{seed}"
+            training = RESULTS / "methods" / f"method_{number}" / f"seed{seed}"
             (training / ".state").mkdir(parents=True)
             (training / ".state/lock").touch()
             ProgressFile(training / ".state", 200).update(100, 10.0)
@@ -249,29 +251,29 @@ def test_states_of_earlier_settings_are_listed_and_deleted_on_request(capsys: py
     )
     for name, numbers in seeds.items():
         for seed in numbers:
-            train(earlier, name, seed, Path(f"results/case/{name}/seed{seed}"), latents, [0, 2])
-    kept = train(now, "uniform", 0, Path("results/case/uniform/seed0"), latents, [0, 2])["identity"][:16]
+            train(earlier, name, seed, Path(f"results/case/methods/{name}/seed{seed}"), latents, [0, 2])
+    kept = train(now, "uniform", 0, Path("results/case/methods/uniform/seed0"), latents, [0, 2])["identity"][:16]
     file = write_case(Path("case.yaml"), now)
-    states = set(Path("results/case").glob("*/seed?/.state/" + "?" * 16))
-    outputs = hash_folder(Path("results/case/uniform/seed0/milestones"))
+    states = set(Path("results/case").glob("methods/*/seed?/.state/" + "?" * 16))
+    outputs = hash_folder(Path("results/case/methods/uniform/seed0/milestones"))
     assert len(states) == 4
-    (Path("results/case/uniform/seed0/.state") / ("0" * 15)).mkdir()  # no state: an identity has 16 digits
+    (Path("results/case/methods/uniform/seed0/.state") / ("0" * 15)).mkdir()  # no state: an identity has 16 digits
 
     (Path("results/case/latents/manifest.json")).rename("manifest.json")
     assert "earlier settings" not in show_status(capsys, file)  # the data of the experiment are unknown
     Path("manifest.json").rename("results/case/latents/manifest.json")
-    with locked(Path("results/case/p2/seed0/.state/lock")):
+    with locked(Path("results/case/methods/p2/seed0/.state/lock")):
         output = show_status(capsys, file)
         pattern = r"\n2 states of earlier settings, [\d.]+ MB: kairos status case.yaml --remove-uncl"
         assert re.search(pattern, output), output
         assert "2 states of earlier settings, " in show_status(capsys, file, "--remove-unclaimed")
-        left = set(Path("results/case").glob("*/seed?/.state/" + "?" * 16))
-        assert {path.parts[2:4] for path in left} == {("uniform", "seed0"), ("p2", "seed0")} and len(left) == 2
+        left = set(Path("results/case").glob("methods/*/seed?/.state/" + "?" * 16))
+        assert {path.parts[3:5] for path in left} == {("uniform", "seed0"), ("p2", "seed0")} and len(left) == 2
     assert "\n1 state of earlier settings, " in show_status(capsys, file, "--remove-unclaimed")
-    assert [path.name for path in Path("results/case").glob("*/seed?/.state/" + "?" * 16)] == [kept]
+    assert [path.name for path in Path("results/case").glob("methods/*/seed?/.state/" + "?" * 16)] == [kept]
     assert "earlier settings" not in show_status(capsys, file)
-    assert hash_folder(Path("results/case/uniform/seed0/milestones")) == outputs
-    assert train(now, "uniform", 0, Path("results/case/uniform/seed0"), latents, [0, 2])["steps_run"] == 0
+    assert hash_folder(Path("results/case/methods/uniform/seed0/milestones")) == outputs
+    assert train(now, "uniform", 0, Path("results/case/methods/uniform/seed0"), latents, [0, 2])["steps_run"] == 0
 
     assert main(["status", str(file), "--remove-unclaimed", "--serve"]) == 2  # a page deletes nothing
     assert "--remove-unclaimed" in capsys.readouterr().err

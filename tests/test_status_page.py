@@ -33,9 +33,10 @@ METHODS = ("uniform", "min_snr")
 FORBIDDEN = (
     "/../outside.log", "/%2e%2e/outside.log", "/uniform/../../outside.log", "/uniform/..%2f..%2foutside.log",
     "/uniform%2fseed0%2fmetrics.jsonl", "//etc/passwd", "/%2fetc%2fpasswd", "/etc/passwd", "file:///etc/passwd",
-    "/uniform/../summary.csv", "/./summary.csv", "/uniform/seed0/.state/secret.log", "/.hidden.log", "/linked.log",
-    "/uniform/seed0/%2estate/secret.log", "/folder/passwd", "/circle", "/state/secret.log", "/pipe", "/summary.cs",
-    "/summary.csv%00", "/summary.csv%00.log", "/uniform", "/uniform/", "/uniform/seed0/", "/" + "x" * 300,
+    "/uniform/../summary.csv", "/./summary.csv", "/methods/uniform/seed0/.state/secret.log", "/.hidden.log",
+    "/linked.log", "/methods/uniform/seed0/%2estate/secret.log", "/folder/passwd", "/circle",
+    "/state/secret.log", "/pipe", "/summary.cs",
+    "/summary.csv%00", "/summary.csv%00.log", "/uniform", "/uniform/", "/methods/uniform/seed0/", "/" + "x" * 300,
     "summary.cs", "/" + "x/" * 3000, "/%ff", "/tiny.yaml", "/..\\outside.log", "/%5c..%5coutside.log",
 )  # fmt: skip
 
@@ -104,12 +105,13 @@ def test_the_page_of_a_complete_experiment_links_its_results(results: Path) -> N
             head = request(port, link, "HEAD")
             assert (head[0], head[1], head[2]["Content-Length"]) == (200, b"", str(len(content)))
         assert 'href="/report.html"' in text and 'href="/logs/train_uniform_seed0_1.log"' in text
-        assert 'src="/uniform/seed0/samples/0000400.png"' in text
-        evaluation = json.loads((results / "uniform/seed1/evaluation/0000400.json").read_bytes())
+        assert 'src="/methods/uniform/seed0/samples/0000400.png"' in text
+        evaluation = json.loads((results / "methods/uniform/seed1/evaluation/0000400.json").read_bytes())
         assert f"{evaluation['validation']['loss_epsilon']:#.4g}<small>epsilon, at step 400" in text
         kinds = {"report.html": "text/html", "logs/train_uniform_seed0_1.log": "text/plain; charset=utf-8",
-                 "uniform/seed0/metrics.jsonl": "text/plain; charset=utf-8", "summary.bin": "application/octet-stream",
-                 "uniform/seed0/samples/0000400.png": "image/png"}  # fmt: skip
+                 "methods/uniform/seed0/metrics.jsonl": "text/plain; charset=utf-8",
+                 "summary.bin": "application/octet-stream",
+                 "methods/uniform/seed0/samples/0000400.png": "image/png"}  # fmt: skip
         (results / "summary.bin").touch()
         assert {name: request(port, f"/{name}")[2]["Content-type"] for name in kinds} == kinds
         assert request(port, "/", "HEAD")[:2] == (200, b"")
@@ -120,14 +122,14 @@ def test_the_page_of_a_complete_experiment_links_its_results(results: Path) -> N
 
 def test_the_server_gives_only_files_in_the_results(results: Path) -> None:
     Path("results/outside.log").write_text("secret")
-    state = results / "uniform/seed0/.state"
+    state = results / "methods/uniform/seed0/.state"
     state.mkdir()
     for file in (state / "secret.log", results / ".hidden.log", results / "summary.csv"):
         file.write_text("secret")
     (results / "linked.log").symlink_to("../outside.log")
     (results / "folder").symlink_to("/etc")
     (results / "circle").symlink_to("circle")
-    (results / "state").symlink_to("uniform/seed0/.state")
+    (results / "state").symlink_to("methods/uniform/seed0/.state")
     os.mkfifo(results / "pipe")
     with served(results) as port:
         assert request(port, "/summary.csv")[:2] == (200, b"secret")
@@ -141,7 +143,7 @@ def test_results_that_are_a_link_are_served(results: Path) -> None:
     results.rename("elsewhere")
     results.symlink_to("../elsewhere")
     with served(Path("tiny.yaml")) as port:
-        assert request(port, "/uniform/seed0/training.json")[0] == 200
+        assert request(port, "/methods/uniform/seed0/training.json")[0] == 200
 
 
 def test_other_methods_and_hosts_are_rejected(results: Path) -> None:
@@ -158,15 +160,19 @@ def test_other_methods_and_hosts_are_rejected(results: Path) -> None:
             "",
             "10.0.0.1",
         ):
-            assert request(port, host=host)[0] == request(port, "/uniform/seed0/training.json", host=host)[0] == 403
+            assert (
+                request(port, host=host)[0]
+                == request(port, "/methods/uniform/seed0/training.json", host=host)[0]
+                == 403
+            )
     with served(results, host="0.0.0.0") as port:  # the machine may have any name
         assert request(port, host="node7:8008")[0] == 200
 
 
 def test_names_and_messages_are_escaped() -> None:
     evil = "<img src=x onerror=alert(1)>"
-    training = Path("results/many") / f'a"{evil}' / "seed0"
-    odd = Path(os.fsdecode(os.fsencode("results/many/") + b"caf\xe9 50%?#")) / "seed0"  # not UTF-8
+    training = Path("results/many/methods") / f'a"{evil}' / "seed0"
+    odd = Path(os.fsdecode(os.fsencode("results/many/methods/") + b"caf\xe9 50%?#")) / "seed0"  # not UTF-8
     for folder in (training, odd):
         (folder / ".state").mkdir(parents=True)
         (folder / "samples").mkdir()
@@ -185,7 +191,7 @@ def test_the_page_follows_a_running_experiment(folder: Path) -> None:
     with served(Path("grows.yaml")) as port:
         text = fetch_page(port)  # before anything has run
         assert "<title>0 % grows</title>" in text and "1 waiting" in text and "<polyline" not in text
-        state = Path("results/grows/uniform/seed0/.state")
+        state = Path("results/grows/methods/uniform/seed0/.state")
         (state / "0123456789abcdef").mkdir(parents=True)
         progress, metrics = ProgressFile(state, 200), state / "0123456789abcdef/metrics.jsonl"
         curves = []
@@ -302,7 +308,7 @@ def test_the_page_follows_a_training_run(commands: Commands) -> None:
     latents = make_latents(Path("results/case"))
     values = case({"uniform": {}}, training__milestones=[100], training__checkpoint_every=10, training__threads=1)
     write_experiment(Path("case.yaml"), values)
-    out = Path("results/case/uniform/seed0")
+    out = Path("results/case/methods/uniform/seed0")
     line = train_command(Path("case.yaml").absolute(), "uniform", out.absolute(), latents.absolute())
     with served(Path("case.yaml")) as port:
         text = fetch_page(port)

@@ -289,7 +289,7 @@ def test_a_diverged_trial_does_not_stop_its_round(tables, monkeypatch):
         experiments.append(load(path))
         diverging = "speed" in experiments[-1].methods and path.parent.name.endswith("lr4_seed30")
         if diverging:
-            state = path.parent / "speed" / "seed31" / ".state"
+            state = path.parent / "methods" / "speed" / "seed31" / ".state"
             state.mkdir(parents=True)
             job.ProgressFile(state, 10).write_end("failed", "step 7: loss nan: not finite", again=False)
         return int(diverging)
@@ -363,7 +363,7 @@ def test_a_collapsed_policy_does_not_stop_the_round_of_the_adaptive_samplers(tmp
     def run_experiment(path, cores):
         experiments.append(load(path))
         if diverging in experiments[-1].methods:
-            state = path.parent / diverging / "seed60" / ".state"
+            state = path.parent / "methods" / diverging / "seed60" / ".state"
             state.mkdir(parents=True)
             job.ProgressFile(state, 10).write_end("failed", "step 7: the gradient is not finite", again=False)
             return 1

@@ -266,7 +266,7 @@ def run_pipeline(root: Path, values: dict, report: bool = False, steps=("0000000
     kairos("reference", *shared, *folders, "--out", r / "reference")
     metrics = {}
     for method in values["methods"]:
-        run = r / method / "seed0"
+        run = r / "methods" / method / "seed0"
         out = ("--out", run, "--latents", r / "latents")
         kairos("train", "--config", path, "--method", method, "--seed", 0, *out)
         for step in steps:
@@ -295,7 +295,7 @@ def test_super_resolution_of_cifar10_in_pixels(tmp_path, monkeypatch):
     metrics = run_pipeline(tmp_path, experiment_values(dataset=source), report=True)
     for values in metrics.values():
         assert 0 < values["psnr"] < 40 and len(values["psnr_sets"]) == 2
-    run = tmp_path / "results" / "sr" / "uniform" / "seed0"
+    run = tmp_path / "results" / "sr" / "methods" / "uniform" / "seed0"
     samples = open_samples(run / "samples" / "0000020.npz")
     assert samples.images.shape == (40, 32, 32, 3) and samples.conditions == {}
     latents = open_latents(tmp_path / "results" / "sr" / "latents")
@@ -328,5 +328,7 @@ def test_super_resolution_of_coco_in_latents(tmp_path, monkeypatch):
     assert all(0 < measured["psnr"] < 40 for measured in metrics.values())
     latents = open_latents(tmp_path / "results" / "sr" / "latents")
     assert set(latents.moments) == {"mean", "low_mean", "mean_flipped", "low_mean_flipped"}
-    record = read_json(tmp_path / "results" / "sr" / "uniform" / "seed0" / "milestones" / "0000020" / "milestone.json")
+    record = read_json(
+        tmp_path / "results" / "sr" / "methods" / "uniform" / "seed0" / "milestones" / "0000020" / "milestone.json"
+    )
     assert record["conditions"] == {"low_resolution": {"kind": "image", "shape": [4, 4, 4], "factor": 4}}

@@ -97,7 +97,7 @@ def copy(tmp_path_factory):
 
 def test_snakemake_and_kairos_commands_list_the_methods_of_a_sweep(copy, monkeypatch, capsys):
     assert copy.to_do(config="params.yaml")["train"] == 4
-    assert copy.to_do("results/demo/speed-k=2.5/seed0/training.json", config="params.yaml")["train"] == 1
+    assert copy.to_do("results/demo/methods/speed-k=2.5/seed0/training.json", config="params.yaml")["train"] == 1
     monkeypatch.chdir(copy.folder)
     assert main(["check", "params.yaml"]) == 0
     checked = capsys.readouterr().out

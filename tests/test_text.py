@@ -26,7 +26,7 @@ from kairos.data.settings import DatasetConfig
 from kairos.evaluation import clip
 from kairos.evaluation.measurements import ImageStatistics
 from kairos.evaluation.settings import ClipOptions
-from kairos.files import lock_folder, read_json
+from kairos.files import lock_folder, read_record, write_record
 from kairos.sampling.samples_file import open_samples
 from kairos.staging import staged
 from kairos.text_encoders import encoder as encoders
@@ -426,24 +426,26 @@ def test_the_pipeline_leads_from_captioned_images_to_a_clip_score(
     assert f"255 encoded captions, each of shape {'×'.join(map(str, shape))}" in run("text", "--config", "e.yaml")
     run("encode", "--config", "e.yaml")
     results = Path("results/coco")
-    manifest = read_json(results / "latents/manifest.json")
+    manifest = read_record(results / "latents/manifest.json")
     assert (manifest["text"], manifest["conditions"]["text"]["shape"]) == ("../text", shape)
-    assert manifest["text_sha256"] == read_json(results / "text/manifest.json")["content_sha256"]
+    assert manifest["text_sha256"] == read_record(results / "text/manifest.json")["content_sha256"]
     assert main(["plan", "e.yaml"]) == 0
     assert "text" in capsys.readouterr().out
 
     plain, latents = load(Path("e.yaml")).plain(), open_latents(results / "latents")
     assert latents.condition_kinds["text"]["empty"].shape == tuple(shape)
     for method in METHODS:
-        train(plain, method, 0, results / method / "seed0", results / "latents", [10, 20])
-    interrupted = results / "again" / "seed0"
+        train(plain, method, 0, results / "methods" / method / "seed0", results / "latents", [10, 20])
+    interrupted = results / "methods" / "again" / "seed0"
     train(plain, "uniform", 0, interrupted, results / "latents", [10])
     train(plain, "uniform", 0, interrupted, results / "latents", [10, 20])
-    whole, parts = (read_json(out / "training.json")["components"] for out in (results / "uniform/seed0", interrupted))
+    whole, parts = (
+        read_record(out / "training.json")["components"] for out in (results / "methods/uniform/seed0", interrupted)
+    )
     assert whole == parts  # bit for bit, metrics included
 
-    milestone = results / "speed/seed0/milestones/0000020"
-    assert read_json(milestone / "milestone.json")["conditions"]["text"] == manifest["conditions"]["text"]
+    milestone = results / "methods/speed/seed0/milestones/0000020"
+    assert read_record(milestone / "milestone.json")["conditions"]["text"] == manifest["conditions"]["text"]
     whole_file = Path("whole.npz")
     run("sample", "--milestone", milestone, "--out", whole_file, "--num", 30, "--seed", 1)
     samples, dataset = open_samples(whole_file), latents.dataset
@@ -472,8 +474,8 @@ def test_the_pipeline_leads_from_captioned_images_to_a_clip_score(
         "--out",
         "s.json",
     )
-    evaluation = read_json(Path("s.json"))
-    rows = read_json(results / "reference/reference.json")["rows"]
+    evaluation = read_record(Path("s.json"))
+    rows = read_record(results / "reference/reference.json")["rows"]
     assert -100 <= evaluation["metrics"]["clip_score"] <= 100
     assert [name for name in rows if "clip_score" in rows[name]] == ["floor", "reconstruction"]
     assert np.isfinite(evaluation["validation"]["loss_epsilon"])
@@ -512,9 +514,8 @@ def test_the_seed_determines_the_caption_of_each_visit(encoder, captioned, tmp_p
         assert local.is_relative_to(tmp_path / "local") and (local / "../text/states.npy").is_file()
         copied = next(Batches(open_latents(local), 0, 32, range(32), ("text",)).steps(5, 6))
     assert torch.equal(copied.conditions["text"], whole)
-    (tmp_path / "text/manifest.json").write_text(
-        json.dumps({**read_json(tmp_path / "text/manifest.json"), "content_sha256": "other"})
-    )
+    manifest = tmp_path / "text/manifest.json"
+    write_record(manifest, {**read_record(manifest), "content_sha256": "other"})
     with pytest.raises(KairosError, match="other texts"):
         open_latents(tmp_path / "latents")
 

@@ -16,7 +16,7 @@ import yaml
 import results_tree
 from kairos.cli import main
 from kairos.config import load
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_record
 from kairos.report.collect import collect
 from kairos.tracking import mlflow_store, run_content, view
 from kairos.tracking.track import track
@@ -82,18 +82,18 @@ def test_import_is_complete_and_importing_again_adds_nothing(tree):
     assert count_rows() == first and read_json(out) == record
 
     # other clock times (of a run computed again) add nothing; a corrected value becomes the latest one
-    timing = results / "uniform/seed0/timing.jsonl"
+    timing = results / "methods/uniform/seed0/timing.jsonl"
     timing.write_text(timing.read_text().replace("2026-01-02", "2026-03-04"))
-    path = results / "uniform/seed0/evaluation/0000400.json"
+    path = results / "methods/uniform/seed0/evaluation/0000400.json"
     evaluation = read_json(path)
     evaluation["metrics"][METRIC] = 5.0
-    write_json(path, evaluation)
+    write_record(path, evaluation)
     track(load(config), results, out)
     assert count_rows() == {**first, "metrics": first["metrics"] + 1}
     assert client.get_run(record["runs"]["uniform/seed0"]).data.metrics[METRIC] == 5.0
 
     # a sample grid that differs replaces the artifact, and an MLflow run that was deleted is imported again
-    grid = results / "uniform/seed0/samples/0000400.png"
+    grid = results / "methods/uniform/seed0/samples/0000400.png"
     grid.write_bytes(grid.read_bytes() + b"more")
     client.delete_run(record["runs"]["adaptive/seed0"])
     track(load(config), results, out)
@@ -175,14 +175,14 @@ def test_missing_mlflow_is_reported(tree, monkeypatch, capsys):
 
 def test_missing_results_are_an_error(tree):
     config, results = tree
-    (results / "uniform/seed0/training.json").unlink()
+    (results / "methods/uniform/seed0/training.json").unlink()
     with pytest.raises(KairosError, match=r"training\.json is missing"):
         track(load(config), results, results / "tracking.json")
 
 
 def test_long_curves_are_thinned_and_an_extension_keeps_their_points(tree):
     config, results = tree
-    path = results / "uniform/seed0/metrics.jsonl"
+    path = results / "methods/uniform/seed0/metrics.jsonl"
 
     def imported_steps(lines):
         path.write_text("".join(json.dumps({"step": k + 1, "loss": 1.0}) + "\n" for k in range(lines)))
@@ -337,13 +337,13 @@ def test_values_after_the_last_step_and_of_removed_metrics_are_not_shown_with_cu
     shorter["training"]["milestones"] = [100, 200]
     config.write_text(yaml.safe_dump(shorter))
     for training in ("uniform/seed0", "min_snr/seed0"):
-        path = results / training / "metrics.jsonl"
+        path = results / "methods" / training / "metrics.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:200]))
     for name in ("0000000", "0000100", "0000200"):
-        path = results / f"min_snr/seed0/evaluation/{name}.json"
+        path = results / f"methods/min_snr/seed0/evaluation/{name}.json"
         evaluation = read_json(path)
         del evaluation["metrics"]["kid"]
-        write_json(path, evaluation)
+        write_record(path, evaluation)
     runs = import_results(config, results)["runs"]
     assert find_current_runs() == runs
     metrics = {run.info.run_id: run.data.metrics for run in search_runs()}

@@ -320,7 +320,7 @@ def test_credentials_are_sent_and_never_logged(tree, tmp_path, monkeypatch, capf
         for name, value in {"MLFLOW_TRACKING_URI": uri, **environment}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("sys.stdin", io.StringIO("400\n"))
-        tracking_job.main(str(config), "uniform", "0", tree[1] / "uniform/seed0", tmp_path / "run")
+        tracking_job.main(str(config), "uniform", "0", tree[1] / "methods/uniform/seed0", tmp_path / "run")
         server.shutdown()
     logged = capfd.readouterr().err
     assert headers == [header]

@@ -9,7 +9,7 @@ import pytest
 import results_tree
 from kairos.cli import main
 from kairos.config import load
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_record
 from kairos.report import findings, ranking
 from kairos.report.collect import collect
 from kairos.report.curve_figures import draw_distance, draw_validation_loss
@@ -34,9 +34,9 @@ def list_missing(tree):
 def test_existing_results_are_shown_and_missing_ones_listed(tree, capsys):
     config, results = tree
     for name in ("evaluation", "training.json", "metrics.jsonl"):
-        path = results / "adaptive/seed1" / name
+        path = results / "methods/adaptive/seed1" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (results / "uniform/seed1/evaluation/0000400.json").unlink()
+    (results / "methods/uniform/seed1/evaluation/0000400.json").unlink()
     assert main(["report", str(results)]) == 0
     page = results / "report_unfinished.html"
     assert str(page) in capsys.readouterr().out
@@ -53,7 +53,7 @@ def test_existing_results_are_shown_and_missing_ones_listed(tree, capsys):
 def test_the_page_shows_a_run_that_has_snapshots_and_has_not_ended(tmp_path):
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "p2"))
     for name in ("training.json", "metrics.jsonl", "evaluation/0000400.json"):
-        (results / "p2/seed0" / name).unlink()
+        (results / "methods/p2/seed0" / name).unlink()
     content = page_of(config, results, unfinished=True)
     assert "p2 seed 0: evaluated up to step 200;" in content
     assert re.search(r"<td><b>p2</b></td><td[^>]*>0</td><td[^>]*>200</td>", content)
@@ -73,11 +73,11 @@ def test_the_finished_report_replaces_the_unfinished_one_and_needs_no_network(tm
 
 def test_damaged_results_and_those_of_another_run_do_not_count(tree):
     _, results = tree
-    (results / "uniform/seed0/evaluation/0000200.json").write_text('{"step": 200, "metr')
-    path = results / "min_snr/seed0/milestones/0000400/milestone.json"
-    write_json(path, read_json(path) | {"identity": "1" * 64})  # a new run; the evaluation is of the earlier one
-    path = results / "min_snr/seed1/training.json"
-    write_json(path, read_json(path) | {"identity": "2" * 64})
+    (results / "methods/uniform/seed0/evaluation/0000200.json").write_text('{"step": 200, "metr')
+    path = results / "methods/min_snr/seed0/milestones/0000400/milestone.json"
+    write_record(path, read_json(path) | {"identity": "1" * 64})  # a new run; the evaluation is of the earlier one
+    path = results / "methods/min_snr/seed1/training.json"
+    write_record(path, read_json(path) | {"identity": "2" * 64})
     collected = collect(load(tree[0]), results, unfinished=True)
     steps = {(run.method, run.seed): [snapshot.step for snapshot in run.snapshots] for run in collected.runs}
     assert steps["uniform", 0] == [0, 100, 400] and steps["min_snr", 0] == [0, 100, 200]
@@ -92,7 +92,7 @@ def test_damaged_results_and_those_of_another_run_do_not_count(tree):
 def test_times_of_an_earlier_run_are_not_those_of_a_run_that_has_not_ended(tree):
     """Until its end, a run publishes snapshots only, and metrics and times of an earlier run stay."""
     _, results = tree
-    (results / "uniform/seed0/training.json").unlink()
+    (results / "methods/uniform/seed0/training.json").unlink()
     collected = collect(load(tree[0]), results, unfinished=True)
     run, other_run = collected.runs_of("uniform")
     assert not run.seconds_by_step and run.started is None and other_run.seconds_by_step
@@ -101,8 +101,8 @@ def test_times_of_an_earlier_run_are_not_those_of_a_run_that_has_not_ended(tree)
 def test_a_damaged_table_of_a_strategy_excludes_its_snapshot_alone(tree):
     """Damaged metrics leave out the metrics of their run, and its snapshots count."""
     _, results = tree
-    (results / "uniform/seed0/milestones/0000200/strategy.csv").write_text("")
-    (results / "min_snr/seed1/metrics.jsonl").write_text("{")
+    (results / "methods/uniform/seed0/milestones/0000200/strategy.csv").write_text("")
+    (results / "methods/min_snr/seed1/metrics.jsonl").write_text("{")
     collected = collect(load(tree[0]), results, unfinished=True)
     steps = {(run.method, run.seed): [snapshot.step for snapshot in run.snapshots] for run in collected.runs}
     assert steps["uniform", 0] == [0, 100, 400] and steps["min_snr", 1] == [0, 100, 200, 400]
@@ -113,7 +113,7 @@ def test_a_damaged_table_of_a_strategy_excludes_its_snapshot_alone(tree):
 @pytest.mark.parametrize("damage", ["other content", "cut off", "changed"])
 def test_a_damaged_sample_grid_excludes_its_snapshot_alone(tree, damage):
     _, results = tree
-    path = results / "uniform/seed0/samples/0000200.png"
+    path = results / "methods/uniform/seed0/samples/0000200.png"
     content = path.read_bytes()
     middle = len(content) // 2
     changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
@@ -126,8 +126,8 @@ def test_a_damaged_sample_grid_excludes_its_snapshot_alone(tree, damage):
 @pytest.mark.long
 def test_a_page_and_a_comparison_are_made_in_spite_of_damaged_files(tree, capsys):
     _, results = tree
-    (results / "uniform/seed0/samples/0000200.png").write_text("{")
-    with open(results / "min_snr/seed0/timing.jsonl", "ab") as file:
+    (results / "methods/uniform/seed0/samples/0000200.png").write_text("{")
+    with open(results / "methods/min_snr/seed0/timing.jsonl", "ab") as file:
         file.write(b"\xff{\n")
     assert main(["report", str(results)]) == 0
     assert "0000200.png" in (results / "report_unfinished.html").read_text()
@@ -137,7 +137,7 @@ def test_a_page_and_a_comparison_are_made_in_spite_of_damaged_files(tree, capsys
 
 @pytest.mark.parametrize("unfinished", [True, False])
 def test_a_damaged_line_of_times_is_left_out_alone(tree, unfinished):
-    path = tree[1] / "uniform/seed0/timing.jsonl"
+    path = tree[1] / "methods/uniform/seed0/timing.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:-1], '{"step": 4\n']))
     collected = collect(load(tree[0]), tree[1], unfinished)
@@ -155,9 +155,9 @@ def test_snapshots_with_other_settings_do_not_count(tree):
 
 
 def test_methods_without_a_common_seed_are_shown_and_not_tested(tree):
-    shutil.rmtree(tree[1] / "uniform/seed0/evaluation")
+    shutil.rmtree(tree[1] / "methods/uniform/seed0/evaluation")
     for method in ("min_snr", "adaptive"):
-        shutil.rmtree(tree[1] / method / "seed1/evaluation")
+        shutil.rmtree(tree[1] / "methods" / method / "seed1/evaluation")
     collected = collect(load(tree[0]), tree[1], unfinished=True)
     rows = {row.method: row for row in ranking.compare_methods(collected.measurements)}
     assert {row.seed_count for row in rows.values()} == {0}
@@ -170,9 +170,9 @@ def test_methods_without_a_common_seed_are_shown_and_not_tested(tree):
 def test_with_enough_configured_seeds_the_outcome_reports_missing_results(tmp_path, seeds_without_results):
     config, folder = results_tree.write(tmp_path, (10, 11, 12, 13, 14), ("uniform", "min_snr"))
     for seed in seeds_without_results:
-        shutil.rmtree(folder / f"min_snr/seed{seed}/evaluation")
+        shutil.rmtree(folder / f"methods/min_snr/seed{seed}/evaluation")
         if len(seeds_without_results) > 1:
-            shutil.rmtree(folder / f"uniform/seed{seed}/evaluation")
+            shutil.rmtree(folder / f"methods/uniform/seed{seed}/evaluation")
     results = collect(load(config), folder, unfinished=True)
     outcome = " ".join(findings.summarise_outcome(results, ranking.compare_methods(results.measurements)))
     seed_count = 5 - len(seeds_without_results)
@@ -183,7 +183,7 @@ def test_with_enough_configured_seeds_the_outcome_reports_missing_results(tmp_pa
 def test_advised_seeds_include_configured_seeds_without_results(tmp_path):
     config, folder = results_tree.write(tmp_path, (10, 11, 12), ("uniform", "min_snr"))
     for method in ("uniform", "min_snr"):
-        shutil.rmtree(folder / f"{method}/seed12/evaluation")
+        shutil.rmtree(folder / f"methods/{method}/seed12/evaluation")
     results = collect(load(config), folder, unfinished=True)
     outcome = " ".join(findings.summarise_outcome(results, ranking.compare_methods(results.measurements)))
     assert "2 of the experiment's 3 seeds" in outcome and "set seeds: [0, 1, 10, 11, 12]" in outcome
@@ -192,7 +192,7 @@ def test_advised_seeds_include_configured_seeds_without_results(tmp_path):
 def test_a_method_without_a_known_time_has_no_curve_over_time(tree):
     """The time of step 0 is known without a clock, and its evaluation may be missing."""
     for seed in (0, 1):
-        run_folder = tree[1] / f"min_snr/seed{seed}"
+        run_folder = tree[1] / f"methods/min_snr/seed{seed}"
         (run_folder / "timing.jsonl").unlink()
         (run_folder / "evaluation/0000000.json").unlink()
     collected = collect(load(tree[0]), tree[1], unfinished=True)
@@ -208,12 +208,12 @@ def test_a_method_without_a_known_time_has_no_curve_over_time(tree):
 
 def test_validation_losses_of_unequally_long_runs_are_compared_at_their_last_common_snapshot(tree):
     for step in (200, 400):
-        (tree[1] / f"uniform/seed1/evaluation/{step:07d}.json").unlink()
-    (tree[1] / "adaptive/seed1/evaluation/0000400.json").unlink()
+        (tree[1] / f"methods/uniform/seed1/evaluation/{step:07d}.json").unlink()
+    (tree[1] / "methods/adaptive/seed1/evaluation/0000400.json").unlink()
     collected = collect(load(tree[0]), tree[1], unfinished=True)
     figure = draw_validation_loss(collected, assign_styles(collected.methods, collected.baseline))
     records = {
-        method: read_json(tree[1] / method / "seed0/evaluation/0000400.json")["validation"]["per_timestep"]
+        method: read_json(tree[1] / "methods" / method / "seed0/evaluation/0000400.json")["validation"]["per_timestep"]
         for method in collected.methods
     }
     curves = {line.get_label(): line.get_ydata() for line in figure.axes[-1].get_lines()}

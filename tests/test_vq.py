@@ -171,7 +171,7 @@ def test_a_training_run_uses_latents_of_a_vqmodel(folder, dataset, tmp_path, cap
     assert not latents.stochastic
     assert torch.equal(latents.load_x0(dataset.train[:8]), codec.encode(dataset.load_tensor(dataset.train[:8]))[0])
     plain = experiment({"uniform": {}}, dataset={"flips": False, "source": "folder", "path": "in"})
-    run = tmp_path / "uniform" / "seed0"
+    run = tmp_path / "methods" / "uniform" / "seed0"
     train(plain, "uniform", 0, run, tmp_path / "latents", [0, 20])
     lines = [json.loads(line)["mse"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert np.isfinite(lines).all()

@@ -10,7 +10,7 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load
 from kairos.evaluation import evaluate
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_json, write_record
 from kairos.report import curve_figures, findings, plot_style
 from kairos.report.collect import collect
 from kairos.report.ranking import MIN_SEEDS, compare_methods
@@ -31,11 +31,11 @@ def write_tree(root, gaussian=5.0, faults=()):
     record["rows"]["floor"] |= {METRIC: 1.0, f"{METRIC}_spread": 0.1}
     record["rows"]["gaussian"] |= {METRIC: gaussian, f"{METRIC}_spread": 0.1}
     record |= {"extractor_warnings": list(faults), "warnings": list(faults)}
-    write_json(file, record)
-    for path in folder.glob("*/seed*/evaluation/*.json"):
+    write_record(file, record)
+    for path in folder.glob("methods/*/seed*/evaluation/*.json"):
         evaluation = read_json(path)
         added = evaluate._find_gaussian_warnings(evaluation["metrics"], record)  # as the stage stores them
-        write_json(path, evaluation | {"warnings": [*faults, *evaluation["warnings"], *added]})
+        write_record(path, evaluation | {"warnings": [*faults, *evaluation["warnings"], *added]})
     return config, folder
 
 
@@ -95,7 +95,7 @@ def test_mlflow_the_status_page_and_figures_show_the_warning(tree, warning, requ
 
 
 def test_a_model_card_contains_the_warnings_of_its_evaluation(above, tmp_path):
-    snapshot = above[1] / "uniform/seed0/milestones/0000400"
+    snapshot = above[1] / "methods/uniform/seed0/milestones/0000400"
     write_json(snapshot / "ema/config.json", {"_class_name": "DiT"})
     decoder = {"_class_name": "AutoencoderKL", "scaling_factor": 1.0, "shift_factor": 0.0}
     write_json(above[1] / "autoencoder/config.json", decoder)

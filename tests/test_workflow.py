@@ -231,7 +231,7 @@ def computed(tmp_path_factory):
     return copy_finished_run(tmp_path_factory)
 
 
-FOLDER = "results/tiny/adaptive/seed0"
+FOLDER = "results/tiny/methods/adaptive/seed0"
 TRAIN = ("--allowed-rules", "train_1", "train_2", "--", f"{FOLDER}/training.json")
 
 

@@ -156,7 +156,7 @@ class Job:
     def __init__(self, config: Path, results: Path, method: str, seed: int, out: Path, uri: str, **environment: str):
         self.log = out.parent / f"{out.name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        source = results / method / f"seed{seed}"
+        source = results / "methods" / method / f"seed{seed}"
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(JOB), str(config), method, str(seed), str(source), str(out)],

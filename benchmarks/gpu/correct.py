@@ -34,7 +34,7 @@ import torch
 from gpu_kit import Data, Part, Skipped, arguments, experiment, free, location, move, setup, training_of
 from sample import SampledBatch
 
-from kairos.files import read_json, write_json
+from kairos.files import read_json, write_record
 from kairos.training.checkpoint import component_hashes
 from kairos.training.job import StopRequest
 from kairos.training.loop import train_steps
@@ -413,7 +413,7 @@ def obey(order: dict[str, Any]) -> None:
         training.ddp_network = torch.nn.parallel.DistributedDataParallel(training.network)
     for _ in train_steps(training, order["steps"]):
         pass
-    write_json(Path(order["out"]) / "hashes.json", component_hashes(training.state_dict()))
+    write_record(Path(order["out"]) / "hashes.json", component_hashes(training.state_dict()))
     if order["wrapped"]:
         torch.distributed.destroy_process_group()
 

@@ -31,7 +31,7 @@ import torch
 from kairos import compute
 from kairos.data.latents import Latents, open_latents
 from kairos.diffusion import DiffusionConfig, MethodConfig
-from kairos.files import sha256_json, write_json
+from kairos.files import sha256_json, write_record
 from kairos.models.settings import BACKBONES
 from kairos.section import check
 from kairos.training.settings import TrainingConfig, read_run_settings
@@ -127,7 +127,7 @@ class Part:
         """Write the JSON record with the seconds so far."""
         self.content["seconds"] = round(time.monotonic() - self._begun, 1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, self.content)
+        write_record(self.path, self.content)
 
 
 def location(error: Exception) -> str:
@@ -270,7 +270,7 @@ def make_latents(
     np.save(dataset / "heldout.npy", np.arange(0))
     content = sha256_json([shape, count, conditions, pixels])
     dataset_manifest = {"content_sha256": content, "count": count, "conditions": stored_conditions}
-    write_json(dataset / "manifest.json", dataset_manifest)
+    write_record(dataset / "manifest.json", dataset_manifest)
     if not pixels:
         np.save(latents / "mean.npy", random.standard_normal((count, *shape), np.float32))
         np.save(latents / "logvar.npy", np.full((count, *shape), -4.0, np.float32))
@@ -281,7 +281,7 @@ def make_latents(
         "content_sha256": content, "conditions": {**conditions, **stored_conditions}, "dataset": "../dataset",
         "files": files,
     }  # fmt: skip
-    write_json(latents / "manifest.json", manifest)
+    write_record(latents / "manifest.json", manifest)
     return latents
 
 

@@ -12,7 +12,7 @@ from kairos.evaluation.classifier import Classifier
 from kairos.milestones import open_milestone
 
 FOLDER = Path("results/lora_study")
-BASE = Path("results/lora_base/log_normal/seed0/milestones")
+BASE = Path("results/lora_base/methods/log_normal/seed0/milestones")
 SIDE, CLASSES, FEATURES = 16, 10, 32
 SUBJECT = 8  # bags, which the base has not seen: their row in its table of classes is random, like a rare token
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import time
 import uuid
@@ -21,6 +22,10 @@ from typing import IO, Any
 from kairos_timesteps.errors import KairosError, NotFiniteError
 
 # constants of Linux, for renameat2
+_CHECKSUM = "checksum"  # field of a record
+_NO_CHECKSUM = "0" * 64
+_CHECKSUM_LINE = re.compile(r'(?m)^ "checksum": "([0-9a-f]{64})",?$')  # at the top level, by its indentation
+_REMEDY = "delete it and run the same command again, or pull it with dvc"
 _AT_FDCWD = -100  # relative paths start at the working directory
 _RENAME_EXCHANGE = 2  # exchange the two paths
 
@@ -149,9 +154,22 @@ def write_text(path: Path | str, text: str) -> None:
 
 def write_json(path: Path | str, value: Any) -> None:
     """Write a JSON file atomically, indented and with sorted keys; raise NotFiniteError for NaN or infinity."""
+    write_text(path, _format_json(path, value))
+
+
+def write_record(path: Path | str, fields: dict[str, Any]) -> None:
+    """Write a record: a JSON file like `write_json`'s, with a field ``checksum`` by which readers notice damage.
+
+    The checksum is the SHA-256 of the text in which it consists of zeros. An earlier checksum in `fields` is replaced.
+    """
+    text = _format_json(path, {**fields, _CHECKSUM: _NO_CHECKSUM})
+    write_text(path, _CHECKSUM_LINE.sub(lambda line: line[0].replace(line[1], sha256_bytes(text.encode())), text))
+
+
+def _format_json(path: Path | str, value: Any) -> str:
     _demand_finite_numbers(value, str(path))
     text = json.dumps(value, indent=1, sort_keys=True)
-    write_text(path, f"{text}\n")
+    return f"{text}\n"
 
 
 def write_weights(path: Path | str, weights: dict[str, Any]) -> None:
@@ -173,20 +191,55 @@ class _Record(dict[str, Any]):
     """Content of a JSON file; ``record[field]`` raises DamagedError for a missing field, `get` returns its default."""
 
     path: Path | str = ""
+    has_checksum = False
 
     def __missing__(self, field: str) -> Any:
         raise DamagedError(f"{self.path}: holds no {field!r}: damaged, or the record of something else")
 
 
-def read_json(path: Path | str) -> dict[str, Any]:
-    """Return the object in a JSON file as a dictionary.
+def read_json(path: Path | str) -> "_Record":
+    """Return the object in a JSON file as a dictionary; a checksum is compared and left out, see `write_record`.
 
     Raises:
-        DamagedError: the file contains something else. Indexing the result with a missing field also raises it.
+        DamagedError: the file contains something else, or does not match its checksum. Indexing the result with a
+            missing field also raises it.
         OSError: the file is missing or cannot be read.
     """
     with _report_damage(path):
-        return _create_record(json.loads(Path(path).read_bytes()), path)
+        text = Path(path).read_bytes().decode()
+        has_checksum = _verify_checksum(text, path)
+        return _create_record(json.loads(text), path, has_checksum)
+
+
+def read_record(path: Path | str) -> dict[str, Any]:
+    """Return the fields of a record, see `write_record` and `read_json`.
+
+    Raises:
+        DamagedError: as `read_json`; or the file has no checksum.
+        OSError: the file is missing or cannot be read.
+    """
+    return _demand_checksum(read_json(path))
+
+
+def _demand_checksum(record: "_Record") -> "_Record":
+    if not record.has_checksum:
+        raise DamagedError(f"{record.path}: damaged: no record with a checksum; {_REMEDY}")
+    return record
+
+
+def _verify_checksum(text: str, path: Path | str) -> bool:
+    """Compare the text of a JSON file with its checksum; return False if it has none.
+
+    Raises:
+        DamagedError: they differ.
+    """
+    match = _CHECKSUM_LINE.search(text)
+    if match is None:
+        return False
+    without = f"{text[: match.start(1)]}{_NO_CHECKSUM}{text[match.end(1) :]}"
+    if sha256_bytes(without.encode()) != match[1]:
+        raise DamagedError(f"{path}: damaged: does not match its checksum; {_REMEDY}")
+    return True
 
 
 class RecordReader:
@@ -205,14 +258,18 @@ class RecordReader:
         self._text, self._value = "", None  # the field in the file that was parsed last
 
     def read(self, path: Path | str) -> dict[str, Any]:
-        """Return the object in a JSON file as a dictionary; `read_json` documents the result and the errors."""
+        """Return the fields of a record; the module's function `read_record` documents the result and the errors."""
+        return _demand_checksum(self._read(path))
+
+    def _read(self, path: Path | str) -> "_Record":
         with _report_damage(path):
             text = Path(path).read_bytes().decode()
+            has_checksum = _verify_checksum(text, path)
             key_start = text.find(self._key)
             value_start = key_start + len(self._key)
             # without the field, or if its value is not an object, parse the whole file
             if key_start == -1 or not text.startswith("{", value_start):
-                return _create_record(json.loads(text), path)
+                return _create_record(json.loads(text), path, has_checksum)
 
             # parse the value unless it equals the value in the previous file
             # `_text` is a complete object, so that a value that begins with it is equal to it
@@ -227,8 +284,8 @@ class RecordReader:
             # the key that was replaced may be of a nested object, or in a text: then parse the whole file
             is_null_at_top = fields.get(self._field, "missing") is None
             if not is_null_at_top or text.count(self._key) > 1:
-                return _create_record(json.loads(text), path)
-            return _create_record({**fields, self._field: self._value}, path)
+                return _create_record(json.loads(text), path, has_checksum)
+            return _create_record({**fields, self._field: self._value}, path, has_checksum)
 
     def glance(self, path: Path | str) -> dict[str, Any]:
         """Return the content of a JSON file for display; empty if the file is missing or damaged."""
@@ -246,12 +303,10 @@ def _report_damage(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise DamagedError(
-            f"{path}: damaged: not JSON with fields; delete it and run the same command again, or pull it with dvc"
-        ) from None
+        raise DamagedError(f"{path}: damaged: not JSON with fields; {_REMEDY}") from None
 
 
-def _create_record(fields: Any, path: Path | str) -> dict[str, Any]:
+def _create_record(fields: Any, path: Path | str, has_checksum: bool) -> "_Record":
     """Return the fields of a JSON file as a dictionary; indexing it with a missing field raises DamagedError.
 
     The message of the error contains `path`.
@@ -263,6 +318,8 @@ def _create_record(fields: Any, path: Path | str) -> dict[str, Any]:
         raise TypeError(f"got {type(fields).__name__}, allowed: a dictionary")
     record = _Record(fields)
     record.path = path
+    record.has_checksum = has_checksum
+    record.pop(_CHECKSUM, None)
     return record
 
 
@@ -289,7 +346,7 @@ def open_record(folder: Path | str, command: str, name: str = "manifest.json") -
     if not path.is_file():
         problem = f"is not complete (no {name})" if path.parent.is_dir() else "does not exist"
         raise KairosError(f"{folder}: {problem}; make it with: kairos {command}")
-    return read_json(path)
+    return read_record(path)
 
 
 def check_files(folder: Path, files: dict[str, str], again: str) -> None:

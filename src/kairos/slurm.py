@@ -24,8 +24,8 @@ PENDING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # stat
 _USER_OPTIONS = re.compile("SQUEUE_|SACCT_|SINFO_|SLURM_TIME_FORMAT")  # environment variables that change outputs
 # comment of a training job, with method and seed: "rule_train_wildcards_speed_0", "rule_train_2_wildcards_speed_0"
 _COMMENT = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")
-# output of a training job, with method and seed: "speed/seed0/milestones/1000", "speed/seed0/training.json"
-_OUTPUT = re.compile(r"([^/]+)/seed(\d+)/(?:milestones/.*|training\.json)")
+# output of a training job, with method and seed: "methods/speed/seed0/training.json"
+_OUTPUT = re.compile(r"methods/([^/]+)/seed(\d+)/(?:milestones/.*|training\.json)")
 
 TrainingRun = tuple[str, int]  # method and seed
 

@@ -6,6 +6,7 @@ the stages that it needs. `select_fields` and `hash_stage_code` return the first
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kairos.code_hash import hash_code
@@ -180,6 +181,8 @@ SUMMARIES = (
     Stage("track", needs=("report",), fields=("tracking",), code=("kairos.tracking.track",)),
 )
 
+RUN_FOLDERS = "methods/*/seed*"  # pattern of the folders of training runs below a folder of results
+
 LEFT_OUT = {  # modules whose code changes no result, with the reason
     "kairos.array_shapes": "annotations",
     "kairos.code_hash": "compares code",
@@ -234,6 +237,11 @@ def list_stages(experiment: Any) -> dict[str, Stage]:
     if experiment.tracking.enabled:
         stages["track"] = track
     return stages
+
+
+def run_folder(results: Path | str, method: str, seed: int | str) -> Path:
+    """Return the folder of a training run below a folder of results."""
+    return Path(results, "methods", method, f"seed{seed}")
 
 
 def list_sections(experiment: Any, stage: Stage, method: str | None = None) -> Sections:

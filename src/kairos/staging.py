@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kairos.files import DamagedError, atomic_folder, open_record, read_json, sha256_file, sha256_json, write_json
+from kairos.files import DamagedError, atomic_folder, open_record, read_record, sha256_file, sha256_json, write_record
 from kairos.progress import log
 
 # by name of a folder in the copy: the original folder, and the hashes of the files to copy by name
@@ -203,7 +203,7 @@ def _copy(copy_folder: Path, used: IO[str], copied: Copied) -> None:
             # set the paths of the other folders, which are next to the latents in the copy
             manifest = folder / "latents" / "manifest.json"
             relative_paths = {name: f"../{name}" for name in copied if name != "latents"}
-            write_json(manifest, {**read_json(manifest), **relative_paths})
+            write_record(manifest, {**read_record(manifest), **relative_paths})
 
 
 def _is_complete(copy_folder: Path, copied: Copied) -> bool:

@@ -159,7 +159,7 @@ def exchange(baseline: Network, other: Network, level: int) -> Predictor:
 
 def measure_seed(setting: Setting, seed: int, baseline: str, other: str) -> list[dict[str, Any]]:
     """Return the rows of `error`, `completed` and `exchanged` of one seed."""
-    networks = {name: Network(setting.folder / name / f"seed{seed}") for name in (baseline, other)}
+    networks = {name: Network(setting.folder / "methods" / name / f"seed{seed}") for name in (baseline, other)}
     heldout, indices = setting.heldout, range(len(setting.heldout))
     shape = tuple(heldout.shape[1:])
     start = make_noise_source(seed, indices, shape, "cpu")(0)
@@ -225,7 +225,9 @@ def main() -> None:
     arguments = parser.parse_args()
     trainings = list((arguments.folder / arguments.baseline).glob("seed*"))
     if not trainings or not arguments.out.absolute().parent.is_dir():
-        parser.error(f"{arguments.folder}/{arguments.baseline}/seed* or the folder of {arguments.out} does not exist")
+        parser.error(
+            f"{arguments.folder}/methods/{arguments.baseline}/seed* or the folder of {arguments.out} does not exist"
+        )
     torch.set_num_threads(1)
     setting = Setting(arguments.folder, arguments.images)
     with torch.inference_mode():

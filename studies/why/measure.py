@@ -1,6 +1,6 @@
 """Measure gradient noise, gradient direction and distance from the optimal loss of a training run, by noise level.
 
-    python studies/why/measure.py results/study_first_digits/uniform/seed0 --out studies/why/digits.csv
+    python studies/why/measure.py results/study_first_digits/methods/uniform/seed0 --out studies/why/digits.csv
 
 The table has a row for every snapshot except the first and every level, an equal range of ln SNR. It contains
 
@@ -82,7 +82,7 @@ def measure(training: Path, bins: int, images: int, count: int) -> pd.DataFrame:
         images: images of each level, for gradients.
         count: images of each level, for errors.
     """
-    latents = open_latents(training.parents[1] / "latents")
+    latents = open_latents(training.parents[2] / "latents")
     options = AgreementOptions(bins=bins, images=images, least=LEAST, most=MOST)
     pick = Stream(0, "why images").integers
     x0_by_split = {

@@ -107,12 +107,12 @@ class Training:
     @property
     def target(self) -> str:
         """Target of Snakemake for the complete run."""
-        return f"{RESULTS}/{self.method}/seed{self.seed}/training.json"
+        return f"{RESULTS}/methods/{self.method}/seed{self.seed}/training.json"
 
     @property
     def folder(self) -> Path:
         """Folder of the run."""
-        return self.root / RESULTS / self.method / f"seed{self.seed}"
+        return self.root / RESULTS / "methods" / self.method / f"seed{self.seed}"
 
     @property
     def log(self) -> str:

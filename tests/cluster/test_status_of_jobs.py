@@ -50,7 +50,7 @@ def test_states_of_queued_and_starting_jobs(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)  # settings of a user
     held = submit("rule_train_wildcards_uniform_0", "--hold")
     shared = submit("rule_trainings")
-    write_json(f".kairos/jobs/many/{shared}.json", {"outputs": ["results/many/p2/seed0/training.json"]})
+    write_json(f".kairos/jobs/many/{shared}.json", {"outputs": ["results/many/methods/p2/seed0/training.json"]})
     wait_for(lambda: progress_by_method()["p2"].state == "starting", 60, "the start of a job")
     runs = progress_by_method()
     assert (runs["uniform"].state, runs["uniform"].location) == ("queued", f"job {held}")
@@ -64,7 +64,7 @@ def test_states_of_queued_and_starting_jobs(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_requeued_job_is_starting_until_its_run_reports_progress() -> None:
     """A progress file from before the requeue contains the number of this job and does not count."""
-    state = RESULTS / "uniform/seed0/.state"
+    state = RESULTS / "methods/uniform/seed0/.state"
     state.mkdir(parents=True)
     job = submit("rule_train_wildcards_uniform_0", command="sleep 300")
     wait_for(lambda: progress_by_method()["uniform"].state == "starting", 60, "the start of the job")

@@ -9,7 +9,8 @@ import numpy as np
 from kairos import increments as process_increments
 from kairos.analyses.noise_levels import TableRow
 from kairos.analyses.settings import ADAPTIVE, AnalysisOptions, DensityOptions, IncrementsOptions
-from kairos.files import DamagedError, read_json, read_times
+from kairos.files import DamagedError, read_record, read_times
+from kairos.stages import run_folder
 from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import KairosError
@@ -29,7 +30,7 @@ def collect_densities(options: DensityOptions, experiment: Any, results: Path) -
     """
     rows = []
     for method, seed, step in product(experiment.methods, experiment.seeds, experiment.milestones):
-        path = results / f"{method}/seed{seed}/milestones/{step:07d}/strategy.csv"
+        path = run_folder(results, method, seed) / f"milestones/{step:07d}/strategy.csv"
         try:
             strategy = parse_strategy_csv(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -64,20 +65,20 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
         KairosError: a run has no recorded time of a snapshot, for example because its results were pulled.
         FileNotFoundError: the reference or an evaluation is missing.
     """
-    metric = read_json(results / "reference/reference.json")["metric"]
+    metric = read_record(results / "reference/reference.json")["metric"]
     rows = []
     for (name, method), seed in product(experiment.methods.items(), experiment.seeds):
-        run_folder = results / name / f"seed{seed}"
+        folder = run_folder(results, name, seed)
         subset_size = method.sampler.get("selected") if method.sampler.name in ADAPTIVE else None
-        timing_file = run_folder / "timing.jsonl"
+        timing_file = folder / "timing.jsonl"
         # without times of this run, only the untrained network has one: the first later snapshot raises the error below
-        identity = read_json(run_folder / "training.json")["identity"]
+        identity = read_record(folder / "training.json")["identity"]
         seconds_by_step = {0: 0.0}  # the untrained network
         seconds_by_step |= {entry["step"]: entry["seconds"] for entry in read_times(timing_file, identity)}
         for step in experiment.milestones:
             if step not in seconds_by_step:
                 raise KairosError(f"{timing_file}: has no time of step {step}; results that were pulled have no times")
-            evaluation = read_json(run_folder / f"evaluation/{step:07d}.json")
+            evaluation = read_record(folder / f"evaluation/{step:07d}.json")
             row = {
                 "method": name,
                 "selected": subset_size,

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 from kairos.components import ComponentOptions, Components
 from kairos.increments import PUBLISHED_R
 from kairos.section import field
+from kairos.stages import run_folder
 from kairos_timesteps.errors import demand
 
 Reads = Literal["milestone", "strategies", "evaluations", "nothing"]
@@ -156,7 +157,7 @@ def analysed_snapshots(analysis: AnalysisOptions, experiment: Any) -> list[tuple
 
 def snapshot_table_path(results: Path | str, name: str, method: str, seed: int, step: int) -> str:
     """Return the path of the table that an analysis measures at one snapshot, in the folder of the training run."""
-    return f"{results}/{method}/seed{seed}/analyses/{name}.{step:07d}.csv"
+    return f"{run_folder(results, method, seed)}/analyses/{name}.{step:07d}.csv"
 
 
 def check_analyses(experiment: Any) -> None:

@@ -7,7 +7,7 @@ import pandas as pd
 
 from kairos.analyses.settings import AnalysisOptions, analysed_snapshots, snapshot_table_path
 from kairos.data.latents import open_latents
-from kairos.files import DamagedError, read_json, write_text
+from kairos.files import DamagedError, read_record, write_text
 from kairos_timesteps.errors import KairosError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def measure_snapshot(
         FileNotFoundError: the snapshot is missing.
         KairosError: the snapshot is damaged, or the latents are missing or incomplete.
     """
-    record = read_json(snapshot / "milestone.json")
+    record = read_record(snapshot / "milestone.json")
     rows = analysis.build(snapshot, open_latents(latents), device)
     snapshot_columns = {key: record[key] for key in ("method", "seed", "step")}
     write_table(pd.DataFrame([snapshot_columns | row for row in rows]), out)

@@ -19,7 +19,7 @@ from kairos.data.captions import open_encoded_captions
 from kairos.data.dataset import PreparedDataset
 from kairos.data.pixels import reduce_resolution
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
-from kairos.files import check_files, lock_folder, open_record, sha256_json, sync_to_disk, write_json
+from kairos.files import check_files, lock_folder, open_record, sha256_json, sync_to_disk, write_record
 from kairos.shapes import EncodedImages, Images
 from kairos.shards import AGAIN, Shard, order_shards
 from kairos.stages import hash_modules
@@ -195,7 +195,7 @@ def _encode_shard(
     with lock_folder(out, path=out.with_name(f".tmp-{out.name}.lock")):  # `out` itself is replaced
         files = _encode_moments(dataset, codec, partial, identity, shard.rows(count, batch_size))
         manifest = {**identity, "shard": shard.record(count, batch_size), "files": files}
-        write_json(partial / "manifest.json", manifest)
+        write_record(partial / "manifest.json", manifest)
         shutil.rmtree(out, ignore_errors=True)
         os.rename(partial, out)
         sync_to_disk(out.parent)

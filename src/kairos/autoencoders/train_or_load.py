@@ -16,7 +16,7 @@ from kairos.autoencoders.codec import FILES, AutoencoderCodec, downsampling, loa
 from kairos.autoencoders.settings import AutoencoderConfig, check_image_size
 from kairos.data.dataset import PreparedDataset
 from kairos.data.image_grid import write_image_grid
-from kairos.files import sha256_file, sha256_json, write_json, write_text, write_weights
+from kairos.files import sha256_file, sha256_json, write_record, write_text, write_weights
 from kairos.pretrained import find_network_folder
 from kairos_timesteps.errors import ConfigError
 
@@ -78,7 +78,7 @@ def make_autoencoder(
         _check_factors(manifest, config)
         codec = make_codec(model, manifest, device, source=config.path or str(out))
         manifest |= _measure_and_save(codec, dataset, out, config.encode_batch_size)
-    write_json(out / "manifest.json", manifest)
+    write_record(out / "manifest.json", manifest)
     (out / _STATE).unlink(missing_ok=True)
     return manifest
 

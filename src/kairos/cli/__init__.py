@@ -33,7 +33,7 @@ COMMANDS = {
     "track": ("kairos.cli.report", "import an experiment's results into MLflow"),
     "ui": ("kairos.cli.ui", "open MLflow's pages at a prepared comparison of the imported runs"),
     "export": ("kairos.cli.export", "export results to TensorBoard, Weights & Biases or the Hugging Face hub"),
-    "verify": ("kairos.cli.verify", "check the files of a training run and print the hash of each component"),
+    "verify": ("kairos.cli.verify", "check results for damage; print the hash of each component of a training run"),
     "schema": ("kairos.cli.check", "print the JSON schema of experiment files, for editors"),
     "init": ("kairos.cli.new", "create a project: Snakefile, profiles, params.yaml"),
     "new": ("kairos.cli.new", "write an experiment file for a folder of images, with reasons and predicted time"),

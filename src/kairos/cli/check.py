@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kairos.cli.common import add_plugins
 from kairos.components import ComponentOptions
-from kairos.files import read_json
+from kairos.files import read_record
 from kairos.library_components import LibraryComponent
 from kairos.progress import table
 from kairos_timesteps.options import default_values, options_without_name
@@ -128,7 +128,7 @@ def _find_dataset_warnings(results: Path) -> list[str]:
     manifest = results / "dataset" / "manifest.json"
     if not manifest.is_file():
         return []
-    return [f"warning: {manifest.parent}: {warning}" for warning in read_json(manifest)["warnings"]]
+    return [f"warning: {manifest.parent}: {warning}" for warning in read_record(manifest)["warnings"]]
 
 
 def _wrap(text: str) -> str:

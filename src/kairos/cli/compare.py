@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kairos.cli.common import demand_option, load_experiment_at
+from kairos.stages import RUN_FOLDERS
 from kairos_timesteps import errors
 
 if TYPE_CHECKING:
@@ -149,8 +150,9 @@ def _collect_experiments(paths: list[Path]) -> list[tuple["Results", list[str]]]
     for path in paths:
         # a path that does not exist, below an experiment's folder, is a mistyped method: the message lists the methods
         may_be_method = not path.exists() or any(path.glob("seed*"))
-        is_method = may_be_method and _is_experiment_folder(path.parent)
-        experiment_path = path.parent if is_method else path
+        above = path.parent.parent if path.parent.name == "methods" else path.parent  # also results/demo/uniform
+        is_method = may_be_method and _is_experiment_folder(above)
+        experiment_path = above if is_method else path
         experiment, folder = load_experiment_at(experiment_path)
         if is_method:
             allowed = ", ".join(experiment.methods)
@@ -167,5 +169,5 @@ def _collect_experiments(paths: list[Path]) -> list[tuple["Results", list[str]]]
 
 
 def _is_experiment_folder(folder: Path) -> bool:
-    """Return True for the folder of results of one experiment, which contains ``<method>/seed<N>``."""
-    return any(folder.glob("*/seed*"))
+    """Return True for the folder of results of one experiment, which contains ``methods/<method>/seed<N>``."""
+    return any(folder.glob(RUN_FOLDERS))

@@ -5,16 +5,25 @@ from pathlib import Path
 from typing import Any
 
 from kairos.cli.common import load_experiment_at
+from kairos.stages import RUN_FOLDERS
 from kairos_timesteps.errors import demand, rejection
 
-# where snapshots are below a folder of snapshots, a training run, a method, an experiment, and all results
-_SNAPSHOT_PATTERNS = ("*", "milestones/*", "seed*/milestones/*", "*/seed*/milestones/*", "*/*/seed*/milestones/*")
+# where snapshots are below a folder of snapshots, a training run, a method, all methods, an experiment, and all results
+_SNAPSHOTS_OF_EXPERIMENT = f"{RUN_FOLDERS}/milestones/*"
+_SNAPSHOT_PATTERNS = (
+    "*",
+    "milestones/*",
+    "seed*/milestones/*",
+    "*/seed*/milestones/*",
+    _SNAPSHOTS_OF_EXPERIMENT,
+    f"*/{_SNAPSHOTS_OF_EXPERIMENT}",
+)
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `kairos export`."""
     parser.add_argument("form", choices=("tensorboard", "wandb", "hub"), metavar="tensorboard|wandb|hub")
-    snapshot = "results/<experiment>/<method>/seed0/milestones/N"
+    snapshot = "results/<experiment>/methods/<method>/seed0/milestones/N"
     path = f"results/<experiment> or an experiment file; hub: a snapshot, {snapshot}"
     parser.add_argument("path", type=Path, metavar="PATH", help=path)
     parser.add_argument(

@@ -108,7 +108,7 @@ def _accepts_import(folder: Path) -> bool:
     Raises:
         DamagedError: milestone.json in the folder is damaged.
     """
-    from kairos.files import read_json
+    from kairos.files import read_record
 
     if not folder.exists():
         return True
@@ -117,7 +117,7 @@ def _accepts_import(folder: Path) -> bool:
     if not any(folder.iterdir()):
         return True
     record = folder / "milestone.json"
-    return record.is_file() and "imported" in read_json(record)
+    return record.is_file() and "imported" in read_record(record)
 
 
 def _experiment_of_weights(arguments: argparse.Namespace) -> "Experiment":

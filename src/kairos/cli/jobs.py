@@ -1,6 +1,7 @@
 """A job of the pipeline on the command line: the experiment file, and what the job computes of the experiment."""
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,10 +94,11 @@ def open_job(arguments: argparse.Namespace) -> Job:
     Raises:
         ConfigError: the experiment is not valid, or does not have the method or the segment; or the seed is negative.
     """
-    from kairos.config import load
-    from kairos.workflow.layout import Layout
+    from kairos.config import load, load_frozen
+    from kairos.workflow.layout import FROZEN_VARIABLE, Layout
 
-    layout = Layout(load(arguments.config), arguments.config)
+    is_frozen = os.environ.get(FROZEN_VARIABLE) == str(arguments.config.resolve())
+    layout = Layout(load_frozen(arguments.config) if is_frozen else load(arguments.config), arguments.config)
     method, seed, number = (getattr(arguments, name, None) for name in ("method", "seed", "segment"))
     if method is not None:
         demand_option(method in layout.methods, "method", repr(method), ", ".join(layout.methods))

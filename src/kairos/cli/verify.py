@@ -1,28 +1,31 @@
-"""``kairos verify``: check the files of a training run or a snapshot, or compare results with a recording."""
+"""``kairos verify``: check results for damage, or compare them with a recording."""
 
 import argparse
 from collections import Counter
 from pathlib import Path
 
+_RECORDS = ("manifest.json", "reference.json", "milestone.json", "training.json")
+
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `kairos verify`."""
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("folder", type=Path, nargs="?", metavar="D", help="folder of a training run or of a snapshot")
+    folder = "folder of results, of a stage, a training run or a snapshot"
+    group.add_argument("folder", type=Path, nargs="?", metavar="D", help=folder)
     group.add_argument("--against", type=Path, metavar="LOCK", help="compare all results with a dvc.lock")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Check the files of a training run or a snapshot, or with ``--against`` all results; no file is written.
+    """Check the files in a folder, or with ``--against`` compare all results with a recording; no file is written.
 
-    A folder with milestone.json is a snapshot, any other folder a training run. A line ``component sha256`` is printed
-    for each component of a training run, or a line ``file sha256`` for each file of a snapshot.
+    A folder with milestone.json is a snapshot, and one with training.json a training run. For these, a line ``file
+    sha256`` is printed for each file of the snapshot, or ``component sha256`` for each component of the run. For any
+    other folder, the records below it are checked with the files that they list.
 
     Raises:
-        KairosError: a file is missing or damaged, or results differ from the recording.
+        KairosError: a file is missing or damaged, the folder has no record, or results differ from the recording.
     """
     from kairos.milestones import check_milestone
-    from kairos_timesteps.errors import KairosError
 
     folder = arguments.folder
     if arguments.against:
@@ -31,10 +34,46 @@ def run(arguments: argparse.Namespace) -> None:
         record = check_milestone(folder)
         for name, digest in sorted(record["files"].items()):
             print(f"{name} {digest}")
-    elif folder.is_dir():
+    elif (folder / "training.json").exists():
         _verify_training_run(folder)
     else:
-        raise KairosError(f"{folder}: no such folder; pass the folder of a training run or of a snapshot")
+        _verify_records(folder)
+
+
+def _verify_records(folder: Path) -> None:
+    """Check all records below a folder, the files that they list, and files of samples; print one line for each kind.
+
+    Raises:
+        KairosError: there is no record, or a file is missing or damaged; the message lists all damaged files.
+    """
+    from kairos.files import check_files, read_record
+    from kairos.sampling.samples_file import open_samples
+    from kairos_timesteps.errors import KairosError
+
+    counts: Counter[str] = Counter()  # intact records and files of samples by the name of their kind
+    problems = []
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        is_record = path.name in _RECORDS or (path.suffix == ".json" and path.parent.name == "evaluation")
+        is_samples = path.suffix == ".npz" and path.parent.name == "samples"
+        if is_hidden or not (is_record or is_samples):
+            continue
+        try:
+            if is_samples:
+                open_samples(path)
+            else:
+                record = read_record(path)
+                check_files(path.parent, record.get("files", {}), f"delete {path} and run the same command again")
+        except KairosError as error:
+            problems.append(str(error))
+        else:
+            counts[path.parent.name if path.parent.name in ("evaluation", "samples") else path.name] += 1
+    if not counts and not problems:
+        raise KairosError(f"{folder}: no record there; pass a folder of results, a stage, a training run or a snapshot")
+    for name, count in sorted(counts.items()):
+        print(f"{name}: {count} intact")
+    if problems:
+        raise KairosError("\n".join(problems))
 
 
 def _verify_training_run(folder: Path) -> None:

@@ -32,7 +32,7 @@ from kairos.data.settings import DatasetConfig
 from kairos.diffusion import DiffusionConfig, MethodConfig
 from kairos.evaluation.extractor_choice import choose_extractor
 from kairos.evaluation.settings import EvaluationConfig
-from kairos.files import sha256_json, write_json, write_text
+from kairos.files import DamagedError, glance, read_json, sha256_json, write_json, write_text
 from kairos.milestones import hash_start_weights
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.sampling.settings import SamplingConfig
@@ -43,8 +43,6 @@ from kairos.training.settings import RunSettings, TrainingConfig
 from kairos_timesteps.errors import ConfigError, demand
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
-_FOLDERS = ("dataset", "autoencoder", "text", "latents", "extractor", "reference", "figures", "timing", "sums", "logs")
-RESERVED = (*REFERENCE_ROWS, *_FOLDERS, "analyses")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
@@ -77,13 +75,13 @@ def _check_method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodCon
     """Return methods unchanged if each name can be the name of a folder; ``=`` is allowed, since sweeps use it.
 
     Raises:
-        ValueError: a name contains other characters, or is `RESERVED` for a folder of results or a row of the report.
+        ValueError: a name contains other characters, or is that of a row of the report, see `REFERENCE_ROWS`.
     """
     for name in methods:
         without_equals_sign = name.replace("=", "")
         is_folder_name = _NAME.fullmatch(without_equals_sign) is not None
-        if not is_folder_name or name in RESERVED:
-            reserved = ", ".join(RESERVED)
+        if not is_folder_name or name in REFERENCE_ROWS:
+            reserved = ", ".join(REFERENCE_ROWS)
             raise ValueError(f"method name {name!r}: letters, digits and _ . + - only, and none of {reserved}")
     return methods
 
@@ -299,20 +297,40 @@ def load(path: Path | str) -> Experiment:
 def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Path:
     """Write the resolved configuration for jobs to read, so that later edits change no running job; return its path.
 
-    The file is ``<experiment>-<hash>.yaml``, with 16 digits of the hash of the configuration and of the plugins' code.
-    If methods use plugins, a second file contains the hash of each plugin's code, see `plugins.check_unedited`. A file
-    that exists is not written again. Its modification time becomes the present time, so that the newest file is the
-    experiment that was frozen last.
+    The file is ``<experiment>-<hash>.yaml``, with 16 digits of the hash of its text and of the plugins' code. If
+    methods use plugins, a second file contains the hash of each plugin's code, see `plugins.check_unedited`. An intact
+    file that exists is not written again. Its modification time becomes the present time, so that the newest file is
+    the experiment that was frozen last.
     """
-    plain = experiment.plain()
+    text = yaml.safe_dump(experiment.plain(), sort_keys=False)
     plugin_hashes = hash_plugins(experiment.methods)
-    path = Path(folder) / f"{experiment.experiment}-{sha256_json([plain, plugin_hashes])[:16]}.yaml"
+    path = Path(folder) / f"{experiment.experiment}-{_hash_frozen(text, plugin_hashes)}.yaml"
     # the hashes first, so that a frozen experiment never lacks them
-    if plugin_hashes and not plugin_hashes_file(path).exists():
+    if plugin_hashes and glance(plugin_hashes_file(path)) != plugin_hashes:
         write_json(plugin_hashes_file(path), plugin_hashes)
-    if path.exists():
+    if path.exists() and path.read_bytes() == text.encode():
         with suppress(OSError):  # another user's file, or a read-only file system
             os.utime(path)
     else:
-        write_text(path, yaml.safe_dump(plain, sort_keys=False))
+        write_text(path, text)
     return path
+
+
+def _hash_frozen(text: str, plugin_hashes: dict[str, str]) -> str:
+    return sha256_json([text, plugin_hashes])[:16]
+
+
+def load_frozen(path: Path) -> Experiment:
+    """Read a frozen experiment, see `freeze`, after a comparison of its text with the hash in its name.
+
+    Raises:
+        DamagedError: the text or the hashes of plugins have changed.
+        ConfigError: the experiment is not valid.
+    """
+    plugin_file = plugin_hashes_file(path)
+    plugin_hashes = dict(read_json(plugin_file)) if plugin_file.is_file() else {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not path.stem.endswith(f"-{_hash_frozen(text, plugin_hashes)}"):
+        remedy = "run the same command again, which writes it again"
+        raise DamagedError(f"{path}: damaged: does not match the hash in its name; {remedy}")
+    return load(path)

@@ -250,7 +250,7 @@ def _mean_step_seconds(results: Path) -> float:
     short run is complete.
     """
     half_run_seconds = []
-    for file in results.glob("*/seed0/timing.jsonl"):
+    for file in results.glob("methods/*/seed0/timing.jsonl"):
         # each half ends with a checkpoint, and hence with a line, whose `seconds` are since the start of training
         half_way, end = read_entries(file)[-2:]
         half_run_seconds.append(end["seconds"] - half_way["seconds"])

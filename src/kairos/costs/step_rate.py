@@ -123,7 +123,7 @@ def measured_rate(results: Path, flops: dict[str, float], devices: int) -> StepR
     step_seconds: dict[str, list[float]] = {}  # seconds of each run, by method
     machines: list[dict[str, Any]] = []  # of the timed runs
     for method in flops:
-        for folder in sorted((results / method).glob("seed*")):
+        for folder in sorted((results / "methods" / method).glob("seed*")):
             entry = _last_times(folder)
             if entry is None:
                 continue

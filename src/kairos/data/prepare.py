@@ -41,7 +41,7 @@ from kairos.data.values import (
     fits,
     measure_values,
 )
-from kairos.files import lock_folder, sha256_file, sha256_json, sync_to_disk, write_json
+from kairos.files import lock_folder, sha256_file, sha256_json, sync_to_disk, write_record
 from kairos.finite import demand_finite
 from kairos.progress import ProgressBar, log
 from kairos.threads import count_job_threads, map_in_order
@@ -206,7 +206,7 @@ def _write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str
         manifest["captions"] = {"count": len(arrays["caption_ends"]), **unmatched_counts}
     if config.store == "refer":  # without captions, which are stored in the folder
         manifest["refers"] = {**config.model_dump(mode="json"), "captions": None, "heldout_captions": None}
-    write_json(out / "manifest.json", manifest)
+    write_record(out / "manifest.json", manifest)
     return manifest
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kairos.array_shapes import IntegerArray, RowArray
 from kairos.data.arrays import ArrayFile, create_array
-from kairos.files import DamagedError, read_json, sha256_file, sha256_json, sync_to_disk, write_json
+from kairos.files import DamagedError, read_json, sha256_file, sha256_json, sync_to_disk, write_json, write_record
 from kairos.progress import ProgressBar, log
 
 PARTIAL = ".partial"  # name of the private folder
@@ -50,7 +50,7 @@ def publish_arrays(out: Path, manifest: dict[str, Any]) -> None:
     for name in manifest["files"]:
         os.replace(out / PARTIAL / name, out / name)
     sync_to_disk(out)  # the files must be durable before the manifest records them
-    write_json(out / "manifest.json", manifest)
+    write_record(out / "manifest.json", manifest)
     shutil.rmtree(out / PARTIAL, ignore_errors=True)
 
 

@@ -14,7 +14,7 @@ from kairos.evaluation.measurements import iterate_rows, measure
 from kairos.evaluation.reference import Reference, open_external_reference, open_reference
 from kairos.evaluation.separation import describe_gaussian_limit, find_instrument_faults, gaussian_value
 from kairos.evaluation.settings import EXTRACTORS, METRICS, LossSettings
-from kairos.files import atomic_folder, check_files, open_record, read_json, write_json
+from kairos.files import atomic_folder, check_files, open_record, read_record, write_record
 from kairos.progress import ProgressBar, log
 from kairos.sampling.conditions import check_conditions, select_condition_sources
 from kairos.sampling.sample import load_settings, set_up_device
@@ -62,7 +62,8 @@ def run(
         extractor: folder of the extractor, ``inception`` or ``dinov2``, see `cache_published_extractor`. None:
             ``../extractor``, relative to the reference's folder, or with an npz reference the extractor that the
             metrics are defined for.
-        latents: folder of the latents for the validation loss; None: ``../../../../latents``, relative to the snapshot.
+        latents: folder of the latents for the validation loss; None: ``../../../../../latents``, relative to the
+            snapshot.
         sets: with an npz reference: number of sets that the samples are split into.
         metric_names: with an npz reference: names of metrics; None or empty: the default metrics of the extractor.
         device: name of the device; None: as described above.
@@ -201,7 +202,7 @@ def evaluate(
         reference: statistics of real images, metrics and fixed settings.
         extractor: the opened feature extractor.
         sets: number of sets, if the reference does not fix the number of images per set.
-        latents: folder of the latents; None: ``../../../../latents``, relative to the snapshot.
+        latents: folder of the latents; None: ``../../../../../latents``, relative to the snapshot.
 
     Raises:
         KairosError: too few images, the samples lack something that a metric needs, or files are missing, damaged or
@@ -214,7 +215,7 @@ def evaluate(
     few_images_warnings = metrics.check_image_count(len(image_sets[0]), extractor.width, file)
     training_latents = None  # latents of the snapshot, if metrics need them
     if job.milestone is not None and needs & {"pairs", "milestone"}:
-        snapshot_record = read_json(job.milestone / "milestone.json")
+        snapshot_record = read_record(job.milestone / "milestone.json")
         training_latents = _open_training_latents(job, samples.protocol, snapshot_record, latents)
 
     scores = []  # columns of each set
@@ -244,7 +245,7 @@ def evaluate(
     }
     if "milestone" in needs and training_latents is not None:
         record["validation"] = _compute_losses(job, samples.protocol, reference, training_latents, extractor)
-    write_json(job.out, record)
+    write_record(job.out, record)
     log(f"evaluate {file}: {metrics.format_metric(columns, reference.comparison.distance_column)}")
     return few_images_warnings
 
@@ -411,7 +412,7 @@ def _open_training_latents(
         raise KairosError(
             f"{job.samples}: generated from another snapshot than {job.milestone}; generate the samples again"
         )
-    folder = latents or job.milestone / "../../../../latents"
+    folder = latents or job.milestone / "../../../../../latents"
     training_latents = open_latents(folder)
     for name in ("autoencoder_sha256", "dataset_sha256"):
         if record[name] not in (None, training_latents.manifest[name]):  # None: imported weights

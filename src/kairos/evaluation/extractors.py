@@ -19,7 +19,7 @@ from kairos.array_shapes import ImageArray
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.inception_weights import missing_last_layer_message
 from kairos.evaluation.settings import EXTRACTORS, ExtractorOptions, MetricOptions
-from kairos.files import check_files, open_record, write_json
+from kairos.files import check_files, open_record, write_record
 from kairos.finite import demand_finite
 from kairos.progress import log
 from kairos.shapes import LayerFeatures
@@ -129,7 +129,7 @@ def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None
         manifest = {**_fill_folder(replacement, dataset, folder), "replaces": replaced}
     for message in [*describe_replacement(manifest), *manifest["warnings"]]:
         log(f"warning: {message}")
-    write_json(folder / "manifest.json", manifest)
+    write_record(folder / "manifest.json", manifest)
     return manifest
 
 

@@ -43,7 +43,7 @@ from kairos.evaluation.settings import (
     metrics_with_options,
     needs_of_real_images,
 )
-from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
+from kairos.files import check_files, open_record, sha256_file, sha256_json, write_record
 from kairos.progress import ProgressBar, log
 from kairos.sampling.samples_file import open_samples
 from kairos.stages import hash_modules
@@ -150,7 +150,7 @@ def build_reference(
         log(f"warning: {fault}")
     replacement_notes = describe_replacement(opened_extractor.manifest)
     record["warnings"] = [*faults, *replacement_notes, *count_warnings]
-    write_json(out / "reference.json", record)
+    write_record(out / "reference.json", record)
     delete_temporary_copy(dataset)  # no later stage reads all images
     for name, row in rows.items():
         log(f"reference: {name} {metrics.format_metric(row, comparison.distance_column)}")

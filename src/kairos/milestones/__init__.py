@@ -12,7 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kairos.diffusion import DiffusionConfig
-from kairos.files import atomic_folder, check_files, hash_folder, open_record, sha256_json, write_json, write_text
+from kairos.files import (
+    atomic_folder,
+    check_files,
+    hash_folder,
+    open_record,
+    sha256_json,
+    write_json,
+    write_record,
+    write_text,
+)
 from kairos.finite import demand_finite
 from kairos.forward_process import build_process, output_channels
 from kairos.section import check
@@ -68,7 +77,8 @@ def write_milestone(
         if scheduler is not None:
             write_json(temporary / "scheduler" / "scheduler_config.json", scheduler)
         write_text(temporary / "strategy.csv", strategy_csv(columns))
-        write_json(temporary / "milestone.json", {**facts, "files": hash_folder(temporary)})  # last: hashes the others
+        # last, since it contains the hashes of the others
+        write_record(temporary / "milestone.json", {**facts, "files": hash_folder(temporary)})
 
 
 def check_milestone(folder: Path) -> dict[str, Any]:

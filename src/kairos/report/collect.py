@@ -22,10 +22,11 @@ from kairos.data.dataset import open_dataset
 from kairos.evaluation import settings
 from kairos.evaluation.separation import find_instrument_faults, gaussian_value
 from kairos.evaluation.settings import is_higher_better
-from kairos.files import read_json, read_lines, read_times
+from kairos.files import read_json, read_lines, read_record, read_times
 from kairos.milestones import step_name
 from kairos.report.formatting import format_machine, format_number, join_first_names
 from kairos.report.outdated import ExpectedSettings, format_changes
+from kairos.stages import RUN_FOLDERS, run_folder
 from kairos_timesteps.errors import KairosError
 
 Record = dict[str, Any]
@@ -495,10 +496,10 @@ def load_recorded_experiment(folder: Path) -> Experiment:
     Raises:
         KairosError: the folder contains no snapshot, or the record is damaged or not a valid experiment.
     """
-    newest_record = max(folder.glob("*/seed*/milestones/*/milestone.json"), key=os.path.getmtime, default=None)
+    newest_record = max(folder.glob(f"{RUN_FOLDERS}/milestones/*/milestone.json"), key=os.path.getmtime, default=None)
     if newest_record is None:
         raise KairosError(f"{folder}: contains no snapshot yet; `kairos status` shows the progress of training runs")
-    return validate(read_json(newest_record)["config"], str(folder))
+    return validate(read_record(newest_record)["config"], str(folder))
 
 
 def load_real_images(folder: Path, count: int) -> tuple[str, ImageArray]:
@@ -584,7 +585,7 @@ def _read_run(
     timing.jsonl only if it has this identity. The files are written at the end of a run, and may be of an earlier run.
     If not `unfinished`, a training.json of another run is an error.
     """
-    folder = expected.results / method / f"seed{seed}"
+    folder = run_folder(expected.results, method, seed)
     errors: list[KairosError] = []
     snapshots = _read_snapshots(expected, method, seed, reference, errors, unfinished)
     # an unfinished experiment: only the run of the last snapshot, whose record serves until training.json exists
@@ -634,7 +635,7 @@ def _read_snapshots(
     If `unfinished`, a damaged strategy table or sample grid also makes it invalid. Otherwise the two are not read here;
     a damaged one raises an error when a figure needs it.
     """
-    folder = expected.results / method / f"seed{seed}"
+    folder = run_folder(expected.results, method, seed)
     snapshots = []
     for step in expected.experiment.milestones:
         with _collect_error(errors):
@@ -777,7 +778,7 @@ def _read_job_records(folder: Path, experiment: Experiment, runs: list[RunResult
             expected_run_paths.append(path)
     paths = [*shared_paths, *expected_run_paths, *encode_paths]
     # STAGE is a placeholder in the error message: a damaged record does not show its stage
-    records = [_read(path, f"STAGE --timing {path}") for path in paths]
+    records = [_read(path, f"STAGE --timing {path}", read_json) for path in paths]
     identities = {(run.method, run.seed): run.record["identity"] for run in runs}
     jobs = []
     for record in records:
@@ -788,7 +789,7 @@ def _read_job_records(folder: Path, experiment: Experiment, runs: list[RunResult
     return tuple(jobs)
 
 
-def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -> Any:
+def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_record) -> Any:
     """Return what `reader` returns for a file of the results; the reader `Path` only checks that the file exists.
 
     `command` is the kairos command, without the word kairos, that creates the file; errors report it.

@@ -18,7 +18,7 @@ from kairos.config import Experiment
 from kairos.config.sweeps import METHOD_COMPONENTS
 from kairos.files import RecordReader, glance
 from kairos.sampling.settings import GUIDANCE, resolve_solver
-from kairos.stages import TRAIN, resolve_schedule, select_fields
+from kairos.stages import TRAIN, resolve_schedule, run_folder, select_fields
 from kairos.training.identity import compute_identity
 from kairos_timesteps.diffusion.schedule import CELLS
 from kairos_timesteps.errors import ConfigError
@@ -307,7 +307,7 @@ class ExpectedSettings:
         The list is empty if the hashes are equal or one is unknown. The run's hash is in training.json. It is unknown
         until the run has ended: the file is then missing or of an earlier run.
         """
-        run_record = glance(self.results / method / f"seed{seed}" / "training.json")
+        run_record = glance(run_folder(self.results, method, seed) / "training.json")
         if run_record.get("identity") != record["identity"]:  # missing, or of another run than the snapshot
             return []
         before = run_record.get("parts", {}).get("data")  # part `data` is the hash of the latents

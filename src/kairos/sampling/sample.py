@@ -62,9 +62,9 @@ class SamplingRequest:
         num: number of images.
         seed: seed of the images.
         overrides: fields of section `sampling` that replace the snapshot's.
-        autoencoder: folder of the autoencoder; None: ``../../../../autoencoder``, relative to the snapshot.
+        autoencoder: folder of the autoencoder; None: ``../../../../../autoencoder``, relative to the snapshot.
         latents: folder of the latents, needed for labels ``data`` and conditions other than classes; None:
-            ``../../../../latents``, relative to the snapshot.
+            ``../../../../../latents``, relative to the snapshot.
         shard: the shard to generate; None: all images.
         device: device that generates the images; None: the device of the snapshot's training run.
     """
@@ -247,7 +247,7 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
     # settings of the snapshot and of the request
     options, record = load_settings(job.milestone, request.overrides)
     seed = options.seed if request.seed is None else request.seed
-    latents = request.latents or job.milestone / "../../../../latents"
+    latents = request.latents or job.milestone / "../../../../../latents"
     conditions = load_conditions(_condition_names(record), record["conditions"], latents, options.labels, seed)
     guidance = _guidance(options, record["shape"][0])
     protocol = _sampling_protocol(record, options, seed, request.num)
@@ -332,7 +332,7 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
     Args:
         milestone: folder of the snapshot.
         record: record of the snapshot.
-        folder: folder of the autoencoder; None: ``../../../../autoencoder``, relative to the snapshot.
+        folder: folder of the autoencoder; None: ``../../../../../autoencoder``, relative to the snapshot.
         device: device for the autoencoder.
 
     Raises:
@@ -342,7 +342,7 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
     """
     from kairos.autoencoders.codec import load_codec
 
-    folder = folder or milestone / "../../../../autoencoder"
+    folder = folder or milestone / "../../../../../autoencoder"
     advice = f"pass --autoencoder DIR, the one that {milestone} was trained with"
     if not (folder / "manifest.json").is_file():
         raise KairosError(f"{folder.resolve()}: no autoencoder; {advice}")

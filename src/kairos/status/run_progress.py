@@ -21,6 +21,7 @@ from kairos.files import glance, list_by_step
 from kairos.progress import duration
 from kairos.report.outdated import ExpectedSettings, format_changes
 from kairos.slurm import Job
+from kairos.stages import RUN_FOLDERS, run_folder
 from kairos.training.job import ProgressRecord, read_progress
 from kairos_timesteps.errors import KairosError
 
@@ -63,7 +64,7 @@ class Outline:
     @cached_property
     def _run_folders(self) -> dict[tuple[str, int], Path]:
         """Folder of each training run; cached, since every file of a run is found through it."""
-        return {(method, seed): self.results / method / f"seed{seed}" for method, seed in self.trainings}
+        return {(method, seed): run_folder(self.results, method, seed) for method, seed in self.trainings}
 
     def run_folder(self, method: str, seed: int) -> Path:
         """Return the folder of a training run.
@@ -117,7 +118,7 @@ def _list_training_folders(results: Path) -> list[tuple[str, int]]:
         KairosError: there is no folder of a training run.
     """
     trainings = []
-    for folder in results.glob("*/seed*"):
+    for folder in results.glob(RUN_FOLDERS):
         seed = folder.name.removeprefix("seed")
         if seed.isdigit():
             trainings.append((folder.parent.name, int(seed)))

@@ -5,7 +5,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from kairos.files import list_names, read_json
+from kairos.files import list_names, read_record
 from kairos.status.run_progress import Outline, RunProgress, is_locked
 
 _ACTIVE = ("running", "starting", "queued")
@@ -38,7 +38,7 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
         return []
     from kairos.training.identity import compute_identity  # imports the registries, which most calls do not need
 
-    latents = read_json(latents_manifest)
+    latents = read_record(latents_manifest)
     device = outline.experiment.training.device.partition(":")[0]  # cuda:1 has type cuda
     device_types = _DEVICE_TYPES.get(device, (device,))
     unclaimed_states = []

@@ -96,8 +96,8 @@ def write_hub_folder(snapshot: Path, out: Path) -> None:
     """
     record = check_milestone(snapshot)
     name = step_name(record["step"])
-    run_folder = snapshot.resolve().parents[1]  # <results>/<method>/seed<seed>/milestones/<step>
-    results = run_folder.parents[1]
+    run_folder = snapshot.resolve().parents[1]  # <results>/methods/<method>/seed<seed>/milestones/<step>
+    results = run_folder.parents[2]
 
     # records of the inputs; records of another training run or data set are treated as missing
     evaluation = glance(run_folder / "evaluation" / f"{name}.json")

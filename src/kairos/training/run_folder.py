@@ -37,6 +37,7 @@ from kairos.files import (
     sha256_json,
     try_lock,
     write_json,
+    write_record,
     write_text,
 )
 from kairos.milestones import check_milestone, step_name
@@ -419,7 +420,7 @@ class RunFolder:
         # copies, because later jobs append to the originals
         write_text(self.out / self.metrics.name, _lines_up_to(record["steps"], self.metrics))
         write_text(self.out / self.timing.name, _lines_up_to(record["steps"], self.timing))
-        write_json(self.out / "training.json", record)
+        write_record(self.out / "training.json", record)
 
 
 def _list_versions(versions: dict[str, str | None]) -> str:

@@ -36,6 +36,7 @@ from kairos.config.reading import merge, read_experiment_file
 from kairos.files import read_json, sha256_json, try_lock, write_text
 from kairos.progress import duration, log
 from kairos.slurm import job_records_folder
+from kairos.stages import RUN_FOLDERS
 from kairos.tracking.mlflow_store import tracking_uri, without_credentials
 from kairos.training.job import read_progress
 from kairos.workflow import fork_server
@@ -132,7 +133,7 @@ def _exit_on_error() -> Iterator[None]:
 
 
 def _lock_results(results: Path) -> IO[str]:
-    """Lock an experiment's results until the returned file, ``.kairos/<experiment>.lock``, is closed.
+    """Lock an experiment's results until the returned file, ``.lock`` in their folder, is closed.
 
     The file is created if it is missing. This process's id and host are written into it, for the error message of
     another run. `results` is the folder of the results, whose name is the experiment's.
@@ -141,10 +142,10 @@ def _lock_results(results: Path) -> IO[str]:
         KairosError: another run of the workflow holds the lock, or the file system has no locks.
     """
     # Snakemake's own locks do not serve: they outlive its process
-    path = Path(".kairos") / f"{results.name}.lock"
-    path.parent.mkdir(exist_ok=True)
+    path = results / ".lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (a+: keeps the content, the process that has the lock)
-    if not try_lock(file, timeout=0, conflict="two runs working at once", to_move="this folder"):
+    if not try_lock(file, timeout=0, conflict="two runs working at once", to_move="results"):
         file.seek(0)
         holder = file.read().strip()  # such as "pid 4711 on node1"
         raise KairosError(f"{results}: another run ({holder}) computes these results; wait for its end")
@@ -280,8 +281,8 @@ def _mark_trainings_to_start_over(workflow: Any, layout: Layout) -> None:
         DamagedError: the record of a completed request is damaged.
     """
     completed: dict[Path, Request] = {}
-    for path in Path(layout.results).glob("*/seed*/.state/*/complete/*.json"):
-        training_folder = path.parents[3].as_posix()  # results/<experiment>/<method>/seed<seed>
+    for path in Path(layout.results).glob(f"{RUN_FOLDERS}/.state/*/complete/*.json"):
+        training_folder = path.parents[3].as_posix()  # results/<experiment>/methods/<method>/seed<seed>
         completed[path] = training_folder, tuple(read_json(path)["milestones"])
     starting_over = _requests_to_start_over(workflow, layout, set(completed.values()))
     for path, request in completed.items():

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kairos.analyses.settings import AnalysisOptions, analysed_snapshots, snapshot_table_path
-from kairos.config import Experiment, freeze, load
+from kairos.config import Experiment, freeze, load_frozen
 from kairos.downloads import warn_of_missing
 from kairos.evaluation.settings import InceptionOptions
-from kairos.stages import Stage, hash_stage_code, list_sections, list_stages, select_fields
+from kairos.stages import Stage, hash_stage_code, list_sections, list_stages, run_folder, select_fields
 from kairos.training.job import read_progress
 from kairos.workflow.rules import gpus_per_job
 
@@ -217,7 +217,7 @@ class Layout:
 
     def training_folder(self, method: str, seed: int | str) -> str:
         """Return the folder of a training run."""
-        return f"{self.results}/{method}/seed{seed}"
+        return run_folder(self.results, method, seed).as_posix()
 
     @property
     def external_reference(self) -> list[str]:
@@ -381,5 +381,5 @@ def load_frozen_layout() -> Layout:
     Raises:
         KeyError: the controller has not set the variable.
     """
-    path = os.environ[FROZEN_VARIABLE]
-    return Layout(load(path), config_file=Path(path))
+    path = Path(os.environ[FROZEN_VARIABLE])
+    return Layout(load_frozen(path), config_file=path)

@@ -16,7 +16,7 @@ from kairos.cli.strategies.show import (
     build_strategy_view,
     parse_strategy,
 )
-from kairos.files import DamagedError, read_json, sha256_file
+from kairos.files import DamagedError, read_record, sha256_file
 from kairos.forward_process import with_sigma_data
 from kairos.library_components import LibraryComponent
 from kairos.strategy_file import parse_strategy_csv
@@ -57,7 +57,7 @@ def build_recorded_view(arguments: argparse.Namespace) -> View:
     content = _read_checkpoint(file)
     record_of_run = None  # record of any snapshot of the run: all contain the run's settings
     for record_file in _find_snapshots_of_run(file, content):
-        record_of_run = read_json(record_file)
+        record_of_run = read_record(record_file)
         if record_of_run["step"] == content["step"]:
             return _view_of_snapshot(record_file, arguments)
     return _view_of_checkpoint(file, content, record_of_run, arguments)
@@ -78,7 +78,7 @@ def _find_snapshots_of_run(file: Path, content: dict[str, Any]) -> list[Path]:
     for folder in (file.parent, file.parent.parent):  # the folder of the training run is one of them
         for record_file in sorted(folder.glob(_RECORD_PATTERN)):
             # the identity is a hash of everything that decides the trajectory of a run
-            if read_json(record_file)["identity"] == content["identity"]:
+            if read_record(record_file)["identity"] == content["identity"]:
                 records_of_run.append(record_file)
     return records_of_run
 
@@ -90,7 +90,7 @@ def _view_of_snapshot(record_file: Path, arguments: argparse.Namespace) -> View:
         ConfigError: the arguments contradict the record.
         DamagedError: the snapshot's record or its strategy.csv is damaged, or strategy.csv is missing.
     """
-    record = read_json(record_file)
+    record = read_record(record_file)
     file = record_file.with_name("strategy.csv")
     try:
         sampler, weighting, diffusion = _recorded_settings(record, arguments)
