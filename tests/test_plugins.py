@@ -334,7 +334,7 @@ def test_a_damaged_frozen_experiment_is_rejected_and_written_again(folder, suffi
     content = damaged.read_bytes()
     position = len(content) // 2
     damaged.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
-    with pytest.raises(DamagedError, match="damaged: does not match the hash in its name"):
+    with pytest.raises(DamagedError, match="damaged"):
         load_frozen(path)
     assert freeze(validate(make_case())) == path and damaged.read_bytes() == content
 

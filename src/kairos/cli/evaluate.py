@@ -163,8 +163,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     extractor. If a file cannot be evaluated, the records of earlier files remain.
 
     Raises:
-        ConfigError: options of both forms are combined, or a required one is missing; options that are repeated
-            together have different numbers of values, ``--sets`` is below 1, or ``--metrics`` is set although the
+        ConfigError: options of both forms are combined, or a required one is missing. Options that are repeated
+            together have different numbers of values, or ``--sets`` is below 1. ``--metrics`` is set although the
             reference is not an npz file.
         KairosError: a file is missing or damaged, or files do not belong together.
     """
