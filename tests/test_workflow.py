@@ -15,11 +15,12 @@ import pytest
 
 from kairos import devices
 from kairos.cli import main
-from kairos.config import load
+from kairos.config import load, validate
 from kairos.files import read_json
 from kairos.training.run_folder import lock_run_folder
 from kairos.workflow import controller
 from kairos.workflow.layout import FROZEN_VARIABLE, Layout
+from training_case import experiment
 from workflow_copy import Copy, copy_finished_run
 
 TRAININGS = 2  # runs of tests/tiny.yaml: two methods, one seed, in two segments
@@ -81,6 +82,15 @@ def test_a_missing_experiment_gives_one_message(capsys):
     assert main(["check", "experiments/missing.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "experiments/missing.yaml" in line
+
+
+def test_seeds_follow_each_other_and_evaluations_precede_the_next_training():
+    layout = Layout(validate(experiment(seeds=[3, 1, 2])), Path("unused"))
+    jobs = [(stage, seed) for seed in (1, 2, 3) for stage in ("train", "sample", "evaluate")]
+    priority = {job: layout.priority(job[0])(SimpleNamespace(seed=str(job[1]))) for job in jobs}
+    seeds_by_priority = [seed for _, seed in sorted(jobs, key=priority.get, reverse=True)]
+    assert seeds_by_priority == [3, 3, 3, 1, 1, 1, 2, 2, 2]
+    assert all(priority["train", seed] < priority["sample", seed] == priority["evaluate", seed] for seed in (1, 2, 3))
 
 
 def test_jobs_read_a_frozen_copy_of_the_experiment(tmp_path, monkeypatch):

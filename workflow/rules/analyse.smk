@@ -20,6 +20,7 @@ for name in layout.analyses:
                 f"{RESULTS}/logs/measure_{name}_{{method}}_seed{{seed}}_{{step}}.log",
             wildcard_constraints:
                 step=r"\d{7}",
+            priority: layout.priority("measure")
             conda:
                 "../../envs/environment.yml"
             threads: layout.experiment.training.threads

@@ -17,6 +17,7 @@ for segment in layout.segments:
             sums=layout.checksum_file("evaluate", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/evaluate_{{method}}_seed{{seed}}{segment.suffix}.log",
+        priority: layout.priority("evaluate")
         group:
             layout.sampling_group(segment)
         conda:

@@ -24,6 +24,7 @@ for segment in layout.segments:
                 ],
             log:
                 f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.suffix}.{{shard}}.log",
+            priority: layout.priority("sample")
             conda:
                 "../../envs/environment.yml"
             threads: layout.experiment.training.threads
@@ -59,6 +60,7 @@ for segment in layout.segments:
             sums=layout.checksum_file("sample", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.suffix}.log",
+        priority: layout.priority("sample")
         group:
             layout.sampling_group(segment)
         conda:

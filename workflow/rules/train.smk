@@ -17,6 +17,7 @@ for segment in layout.segments:
             sums=layout.checksum_file("train", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.suffix}.log",
+        priority: layout.priority("train")
         group:
             controller.training_group(workflow, layout, segment)
         conda:

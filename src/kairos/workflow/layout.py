@@ -182,6 +182,16 @@ class Layout:
 
         return name_group
 
+    def priority(self, stage: str) -> Callable[[Any], int]:
+        """Return a function from wildcards to the priority of a training run's job; higher ones start first.
+
+        Seeds follow each other, and a trained segment is sampled and evaluated before the next training run starts.
+        Methods can therefore be compared early.
+        """
+        rank_of_seed = {str(seed): rank for rank, seed in enumerate(reversed(self.experiment.seeds))}
+        is_after_training = int(stage != "train")
+        return lambda wildcards: 2 * rank_of_seed[wildcards.seed] + is_after_training
+
     def count_jobs(self) -> dict[str, int]:
         """Return the number of jobs of each rule by its name without a suffix; segments of a rule are added up.
 
