@@ -14,7 +14,7 @@ results/study_<round>_<setting>/, for `kairos check` and `snakemake --configfile
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,11 @@ def write_experiment(name: str, setting: str, methods: dict[str, Any], seeds: It
     return path
 
 
-def run_experiment(path: Path, cores: str) -> int:
-    """Run an experiment through the pipeline; a repeated call resumes it. Returns Snakemake's exit status."""
+def run_experiment(path: Path, cores: str, targets: Sequence[str] = ()) -> int:
+    """Run an experiment through the pipeline, or some targets; a repeated call resumes it. Returns the exit status."""
     snakemake = [sys.executable, "-m", "snakemake"]
-    return subprocess.run([*snakemake, "--cores", cores, "--keep-going", "--configfile", str(path)]).returncode
+    options = ["--cores", cores, "--keep-going", "--configfile", str(path)]
+    return subprocess.run([*snakemake, *options, "--", *targets]).returncode
 
 
 def write_round(which: str, settings: list[str], methods: list[str] | None) -> list[Path]:
