@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from kairos.cli import main
+from kairos.files import write_record
 
 CONTENT = {  # of files that are neither experiments nor records nor samples
     "latin1": b"experiment: caf\xe9\nmethods: {a: {}}\n",
@@ -126,7 +127,7 @@ def test_a_damaged_array_is_reported_as_damaged(folder, monkeypatch, capsys, nam
     monkeypatch.chdir(folder)
     dataset = folder / f"damaged_{name}"
     dataset.mkdir()
-    (dataset / "manifest.json").write_text('{"conditions": {}}')
+    write_record(dataset / "manifest.json", {"conditions": {}})
     for array in ("images.npy", "train.npy", "heldout.npy"):
         np.save(dataset / array, np.zeros((100, 2, 2, 1), np.uint8))
     for content in (b"", b"x" * 50, (dataset / name).read_bytes()[:200]):

@@ -4,7 +4,6 @@ import re
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from kairos.downloads import list_requirements
 from kairos.evaluation import classifier
 from kairos.evaluation.settings import ClassifierOptions
 from kairos.report.collect import load_real_images
-from kairos.workflow import controller
+from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError, KairosError
 from test_data import config, folder_config, write_images
 from test_tables import hub_cache, write_parquet  # noqa: F401  (a fixture)
@@ -34,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def make_layout(**dataset):
-    return SimpleNamespace(experiment=validate({"experiment": "e", "dataset": dataset, "methods": {"u": {}}}))
+    return Layout(validate({"experiment": "e", "dataset": dataset, "methods": {"u": {}}}), Path("unused"))
 
 
 @pytest.mark.parametrize(
@@ -205,9 +204,8 @@ def test_the_workflow_depends_on_separate_heldout_files(tmp_path):
         (tmp_path / f"{name}.parquet").touch()
     paths = {"path": str(tmp_path / "train-*.parquet"), "heldout": str(tmp_path / "test-*.parquet")}
     parquet = make_layout(source="parquet", **paths)
-    assert [file.rsplit("/")[-1] for file in controller.list_data_files(parquet)] == [
-        *("train-0.parquet", "train-1.parquet", "test-0.parquet")
-    ]
+    names = [file.rsplit("/")[-1] for file in parquet.outside_paths("prepare")]
+    assert names == ["train-0.parquet", "train-1.parquet", "test-0.parquet"]
     assert [need.name.rsplit("/")[-1] for need in list_requirements(parquet.experiment)[:2]] == [
         "train-*.parquet",
         "test-*.parquet",
@@ -216,21 +214,18 @@ def test_the_workflow_depends_on_separate_heldout_files(tmp_path):
     write_images(tmp_path / "in", 2)
     write_images(tmp_path / "held", 2)
     with_heldout = make_layout(source="folder", path=str(tmp_path / "in"), heldout=str(tmp_path / "held"))
-    before, before_without_heldout = (
-        controller.fingerprint_dataset(with_heldout),
-        controller.fingerprint_dataset(make_layout(source="folder", path=str(tmp_path / "in"))),
-    )
+    without_heldout = make_layout(source="folder", path=str(tmp_path / "in"))
+    hashes = [with_heldout.hash_outside_files("prepare")]
+    before_without_heldout = without_heldout.hash_outside_files("prepare")
     write_images(tmp_path / "held", 3)
-    assert controller.fingerprint_dataset(with_heldout) != before
+    hashes.append(with_heldout.hash_outside_files("prepare"))
     write_images(tmp_path / "elsewhere", 1)
     (tmp_path / "held/linked").symlink_to(tmp_path / "elsewhere")
-    linked = controller.fingerprint_dataset(with_heldout)
+    hashes.append(with_heldout.hash_outside_files("prepare"))
     write_images(tmp_path / "elsewhere", 2)
-    assert controller.fingerprint_dataset(with_heldout) != linked
-    assert (
-        controller.fingerprint_dataset(make_layout(source="folder", path=str(tmp_path / "in")))
-        == before_without_heldout
-    )
+    hashes.append(with_heldout.hash_outside_files("prepare"))
+    assert len(set(hashes)) == 4
+    assert without_heldout.hash_outside_files("prepare") == before_without_heldout
 
 
 def test_both_splits_of_a_hub_data_set_are_fetched():

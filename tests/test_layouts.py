@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from kairos.data.source_statistics import count_images
 from kairos.data.sources import open_source
 from kairos.downloads import list_requirements
 from kairos.files import DamagedError
-from kairos.workflow import controller
+from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError, KairosError
 from test_data import config, folder_config, random_image, write_images
 
@@ -123,13 +122,13 @@ def test_the_workflow_depends_on_zips_and_lists(tmp_path):
     paths = {"path": str(tmp_path / "train[1].zip"), "heldout": str(tmp_path / "test.zip")}
 
     def make_layout(**dataset):
-        return SimpleNamespace(experiment=validate({"experiment": "e", "dataset": dataset, "methods": {"u": {}}}))
+        return Layout(validate({"experiment": "e", "dataset": dataset, "methods": {"u": {}}}), Path("unused"))
 
     zips = make_layout(source="zip", **paths)
-    assert controller.list_data_files(zips) == [paths["path"], paths["heldout"]]
+    assert zips.outside_paths("prepare") == [paths["path"], paths["heldout"]]
     assert [need.find() for need in list_requirements(zips.experiment)[:2]] == [paths["path"], paths["heldout"]]
     lists = make_layout(source="folder", path="in", files=f"{tmp_path}/list.txt:0", heldout=f"{tmp_path}/list.txt:1")
-    assert controller.list_data_files(lists) == [str(tmp_path / "list.txt")]
+    assert set(lists.outside_paths("prepare")) == {str(tmp_path / "list.txt")}
     assert validate(
         {
             "experiment": "e",

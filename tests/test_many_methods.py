@@ -1,7 +1,5 @@
 """Reports and records of experiments with more methods than figures can show one by one."""
 
-import json
-
 import pytest
 
 import results_tree
@@ -71,9 +69,6 @@ def test_a_record_reader_reads_what_read_json_reads_and_shares_the_field(tmp_pat
     read = [reader.read(path) for path in paths]
     assert read == records == [read_json(path) for path in paths]
     assert read[0]["config"] is read[1]["config"]
-    compact = tmp_path / "compact.json"
-    compact.write_text(json.dumps(records[0], separators=(",", ":")))
-    assert reader.read(compact) == records[0]
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "null", '{"config": ', '{"config": {}} and more', '{"config": {}'])

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import html
-import json
 import shutil
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from scipy import stats
 
 import results_tree
 from kairos.config import load, validate
-from kairos.files import write_text
+from kairos.files import read_record, write_record, write_text
 from kairos.report import published_numbers
 from kairos.report.build import build_report
 from kairos.report.collect import collect
@@ -118,9 +117,9 @@ def test_the_lowest_value_so_far_is_compared_if_the_paper_reports_it(tmp_path):
     folder = results_tree.write(tmp_path, SEEDS, ("uniform", "speed"))[1]
     for seed, value in ((0, 1e-3), (1, 5000.0)):
         file = folder / f"methods/uniform/seed{seed}/evaluation/0000200.json"
-        record = json.loads(file.read_text())
+        record = read_record(file)
         record["metrics"][results_tree.METRIC] = value
-        file.write_text(json.dumps(record))
+        write_record(file, record)
     plain, so_far = (
         [
             row.measured

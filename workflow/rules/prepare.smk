@@ -2,8 +2,6 @@
 
 
 rule prepare:
-    input:
-        lambda wildcards: controller.list_data_files(layout),
     output:
         f"{RESULTS}/dataset/manifest.json",
     log:
@@ -16,6 +14,5 @@ rule prepare:
         runtime=scaled_by_attempt(120),
     params:
         **layout.rule_params("prepare"),
-        files=lambda wildcards: controller.fingerprint_dataset(layout),
     shell:
         "kairos prepare --config {params.config} 2>&1 | tee {log}"

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
     if job.shard is not None and arguments.out is None:
         out = Path(job.layout.shard_path("encode", job.shard.name))
     if command == "prepare":
-        description, facts = _prepare_dataset(experiment, out)
+        description, facts = _prepare_dataset(experiment, out, job.layout.hash_outside_files("prepare"))
     else:
         dataset = open_dataset(arguments.dataset or results / "dataset")
         device = _choose_device(arguments, experiment)
@@ -97,10 +97,10 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
     return set_up_device(experiment, "cpu" if computes_no_network else None)
 
 
-def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
+def _prepare_dataset(experiment: "Experiment", out: Path, source_hash: str | None) -> Outcome:
     """Prepare images and captions of the data set, and write them to `out`, where earlier files are deleted first.
 
-    Start-up ends as soon as the source is open.
+    Start-up ends as soon as the source is open. The record contains `source_hash`, the hash of the user's files.
 
     Returns:
         A description for the log, and the timing entry `images`: the number of images, held-out ones included.
@@ -110,7 +110,7 @@ def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
 
     source = open_source(experiment.dataset)
     resource_usage.end_startup()
-    manifest = write_dataset(experiment.dataset, source, out)
+    manifest = write_dataset(experiment.dataset, source, out, source_hash)
     size = f"{manifest['height']}×{manifest['width']}×{manifest['channels']}"
     description = f"{manifest['train_count']} training and {manifest['heldout_count']} held-out images of {size}"
     if "captions" in manifest:

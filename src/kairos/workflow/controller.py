@@ -12,10 +12,8 @@ only if every pending job of that training run was completed before. DVC deletes
 only its last segment is new, such as after a later milestone was added. Then the earlier segments are returned again.
 """
 
-import glob
 import logging
 import os
-import re
 import shutil
 import signal
 import socket
@@ -33,7 +31,7 @@ import psutil
 
 from kairos.config import Experiment, apply_extends, load, validate
 from kairos.config.reading import merge, read_experiment_file
-from kairos.files import read_json, sha256_json, try_lock, write_text
+from kairos.files import read_json, try_lock, write_text
 from kairos.progress import duration, log
 from kairos.slurm import job_records_folder
 from kairos.stages import RUN_FOLDERS
@@ -181,49 +179,6 @@ def _remove_leftovers(layout: Layout) -> None:
 
 
 # ------------------------------------------------------------------------------------------- inputs, params and groups
-
-
-def list_data_files(layout: Layout) -> list[str]:
-    """Return the paths of a data set's existing list files and archives, without single images and missing files.
-
-    The lists of images and captions come first, sorted. The archives of sources ``parquet`` and ``zip`` follow by
-    section, sorted within each section. The path of a section may be a file, a pattern, or a folder, whose parquet
-    files at all levels are included. `kairos prepare` reports missing files.
-    """
-    dataset = layout.experiment.dataset
-    # a list may be followed by the value that selects its lines, such as list_eval_partition.txt:0
-    image_lists = [re.sub(r":\d+$", "", section.files) for section in dataset.sections if section.files]
-    files = sorted({path for path in (*image_lists, *dataset.caption_files) if os.path.isfile(path)})
-    if dataset.source not in ("parquet", "zip"):
-        return files
-    for section in dataset.sections:
-        path = str(section.path)  # a folder of parquet files, or a file or pattern
-        if os.path.isdir(path):
-            files += sorted(str(file) for file in Path(path).rglob("*.parquet"))
-        elif os.path.isfile(path):  # its name may contain characters of patterns, such as brackets
-            files.append(path)
-        else:
-            files += sorted(glob.glob(path, recursive=True))
-    return files
-
-
-def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
-    """Return a value that identifies a data set's files, for the ``params:`` of rule prepare.
-
-    For source ``folder``, whose images are too many to be inputs, the value is a hash of the names and sizes of all
-    files below the folders, except hidden ones. Links to folders are followed. A missing folder is treated as empty.
-    For other sources it is the list of `list_data_files`, or None if the list is empty.
-    """
-    dataset = layout.experiment.dataset
-    if dataset.source != "folder":
-        return list_data_files(layout) or None
-    names_and_sizes_of_sections = []
-    for section in dataset.sections:
-        root = Path(str(section.path))  # a folder always has a path; `str` is for the type checker
-        names = glob.iglob("**/*", root_dir=root, recursive=True)  # the files that `data.sources` opens, and others
-        names_and_sizes = [(name, (root / name).stat().st_size) for name in names if (root / name).is_file()]
-        names_and_sizes_of_sections.append(sorted(names_and_sizes))
-    return sha256_json(names_and_sizes_of_sections)
 
 
 def training_group(workflow: Any, layout: Layout, segment: Segment) -> Callable[[Any], str] | None:

@@ -1,5 +1,6 @@
 """Layout of an experiment for the workflow: its folders and files, its training runs, stages, rules and jobs."""
 
+import glob
 import os
 import re
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from kairos.analyses.settings import AnalysisOptions, analysed_snapshots, snapsh
 from kairos.config import Experiment, freeze, load_frozen
 from kairos.downloads import warn_of_missing
 from kairos.evaluation.settings import InceptionOptions
+from kairos.files import glance
+from kairos.outside_files import hash_contents
 from kairos.stages import Stage, hash_stage_code, list_sections, list_stages, run_folder, select_fields
 from kairos.training.job import read_progress
 from kairos.workflow.rules import gpus_per_job
@@ -324,9 +327,8 @@ class Layout:
     def rule_params(self, stage: str) -> dict[str, Any]:
         """Return the ``params:`` of a stage's rules: the function ``config``, and what makes the stage run again.
 
-        ``config`` returns the path of the frozen experiment. The other keys are the sections of `select_fields` and
-        ``code``. Each value is a function of a job's wildcards, which returns the section's fields, or the hash of the
-        code. Snakemake runs a job again if a value changes.
+        ``config`` returns the path of the frozen experiment. The other keys are those of `dependencies`. Each value is
+        a function of a job's wildcards. Snakemake runs a job again if a value changes.
         """
         row = self.stages[stage]
         depends_on_method = row.name == "train"
@@ -346,17 +348,53 @@ class Layout:
 
         # the names of the fields are equal for all methods
         sections = list_sections(self.experiment, row, self.methods[0] if depends_on_method else None)
-        values = {name: build_function(name) for name in (*select_fields(row, sections), "code")}
+        # not their hash, for which a job would list all images
+        has_outside_files = bool(self.outside_paths(stage)) or self.hash_outside_files(stage) is not None
+        names = [*select_fields(row, sections), "code", *(["outside"] if has_outside_files else [])]
+        values = {name: build_function(name) for name in names}
         return {**values, "config": self.config_argument}
 
     def dependencies(self, stage: str, method: str | None = None) -> dict[str, Any]:
-        """Return the fields that a stage's results depend on and, under ``code``, the hash of its code.
+        """Return the fields that a stage's results depend on, the hash of its ``code``, and of ``outside`` files.
 
         `method` is the name of the method, for stage ``train``; other stages have equal fields for all methods.
         """
         row = self.stages[stage]
         sections = list_sections(self.experiment, row, method)
-        return {**select_fields(row, sections), "code": hash_stage_code(row, sections)}
+        values = {**select_fields(row, sections), "code": hash_stage_code(row, sections)}
+        outside = self.hash_outside_files(stage)
+        return {**values, "outside": outside} if outside else values
+
+    def hash_outside_files(self, stage: str) -> str | None:
+        """Return the hash of the files outside of the results that a stage reads; None if there are none.
+
+        For images that are not on this machine, it is the hash in the record of the data set.
+        """
+        paths = self.outside_paths(stage)
+        if paths:
+            return hash_contents(paths)
+        manifest = glance(f"{self.results}/dataset/manifest.json") if stage == "prepare" else {}
+        recorded: str | None = manifest.get("source_sha256")
+        return recorded
+
+    def outside_paths(self, stage: str) -> list[str]:
+        """Return the paths of the files and folders outside of the results that a stage reads, and that exist."""
+        experiment = self.experiment
+        paths: list[str | None] = []
+        if stage == "prepare":
+            dataset = experiment.dataset
+            paths += dataset.caption_files
+            for section in dataset.sections:
+                # a list may be followed by the value that selects its lines, such as list_eval_partition.txt:0
+                paths.append(re.sub(r":\d+$", "", section.files) if section.files else None)
+                path = str(section.path) if section.path else ""
+                is_pattern = path and not os.path.exists(path)  # a name may contain characters of patterns
+                paths += sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
+        elif stage == "autoencoder" and experiment.autoencoder.kind == "pretrained":
+            paths.append(experiment.autoencoder.path)
+        elif stage == "text" and experiment.text_encoder is not None:
+            paths.append(experiment.text_encoder.path)
+        return [path for path in paths if path and os.path.exists(path)]
 
     def config_argument(self, wildcards: Any, output: Any) -> str:
         """Return the path of the frozen experiment as text.
@@ -382,7 +420,10 @@ def create_layout(experiment: Experiment) -> Layout:
         DamagedError: the record of these weights is damaged.
     """
     resolved, notes = experiment.resolve()
-    return Layout(resolved, config_file=freeze(resolved), notes=notes + warn_of_missing(resolved))
+    layout = Layout(resolved, config_file=freeze(resolved), notes=notes + warn_of_missing(resolved))
+    if not layout.outside_paths("prepare") and layout.hash_outside_files("prepare"):
+        layout.notes.append("dataset: its files are not on this machine; the record of the data set stands for them")
+    return layout
 
 
 def load_frozen_layout() -> Layout:

@@ -1,0 +1,92 @@
+"""Files outside of the results count by their contents, and are read once."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kairos import outside_files
+from kairos.config import validate
+from kairos.files import sha256_file
+from kairos.outside_files import hash_contents
+from kairos.workflow.layout import Layout, create_layout
+from test_data import write_images
+from training_case import experiment, write_experiment
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """List of the files that are read, in a project folder with three images in each of two classes."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path("photos", name).mkdir(parents=True)
+        for number in range(3):
+            Path("photos", name, f"{number}.bmp").write_bytes(bytes([number]) * 100)
+    files = []
+
+    def record(path):
+        files.append(path.as_posix())
+        return sha256_file(path)
+
+    monkeypatch.setattr(outside_files, "sha256_file", record)
+    return files
+
+
+def test_only_changed_folders_are_read_again(read):
+    before = hash_contents(["photos"])
+    assert len(read) == 6 and hash_contents(["photos"]) == before and len(read) == 6
+    Path("photos/b/0.bmp").write_bytes(b"x" * 100)  # of equal size
+    assert hash_contents(["photos"]) != before
+    assert read[6:] == [f"photos/b/{number}.bmp" for number in range(3)]
+
+
+def test_contents_and_names_count_and_neither_times_nor_the_path(read):
+    before = hash_contents(["photos"])
+    os.utime("photos/a/0.bmp", (1, 1))
+    assert hash_contents(["photos"]) == before
+    Path("photos").rename("elsewhere")
+    assert hash_contents(["elsewhere"]) == before
+    Path("elsewhere/a/0.bmp").rename("elsewhere/a/9.bmp")
+    assert hash_contents(["elsewhere"]) != before
+
+
+def test_links_are_followed_once_and_hidden_files_left_out(read):
+    before = hash_contents(["photos"])
+    Path("photos/loop").symlink_to(Path.cwd() / "photos")
+    Path("photos/.hidden").write_text("x")
+    assert hash_contents(["photos"]) == before
+    Path("photos/more").symlink_to(Path.cwd() / "more")
+    Path("more").mkdir()
+    Path("more/0.bmp").write_text("x")
+    assert hash_contents(["photos"]) != before
+
+
+def test_a_missing_path_counts_as_empty_and_a_damaged_index_is_replaced(read):
+    before = hash_contents(["photos", "photos/a/0.bmp"])
+    outside_files._INDEX.write_text("{")
+    assert hash_contents(["photos", "photos/a/0.bmp"]) == before
+    assert hash_contents([]) == hash_contents(["nowhere"]) != before
+
+
+def test_a_project_that_cannot_be_written_reads_the_files_each_time(read):
+    before = hash_contents(["photos"])
+    outside_files._INDEX.unlink()
+    outside_files._INDEX.parent.rmdir()
+    outside_files._INDEX.parent.write_text("a file in the place of the folder")
+    assert hash_contents(["photos"]) == before and len(read) == 12
+
+
+def test_the_record_of_the_data_set_stands_for_images_that_are_elsewhere(tmp_path, monkeypatch):
+    from kairos.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "photos", 200)
+    dataset = {"dataset__source": "folder", "dataset__path": "photos", "dataset__resolution": 8}
+    plain = experiment({"uniform": {}}, **dataset, evaluation__num_samples=80)
+    write_experiment(Path("x.yaml"), plain)
+    assert main(["prepare", "--config", "x.yaml"]) == 0
+    before = Layout(validate(plain), Path("x.yaml")).dependencies("prepare")
+    assert not any("not on this machine" in note for note in create_layout(validate(plain)).notes)
+    Path("photos").rename("elsewhere")
+    layout = create_layout(validate(plain))
+    assert layout.dependencies("prepare") == before and "not on this machine" in layout.notes[-1]
