@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # batches are computed by as many threads as there are cores
+    torch.set_num_threads(1)  # each core computes a batch
     extractor = open_extractor(cache_published_extractor("inception"), torch.device(arguments.device))
     images = np.stack([*iterate_images()])
     seconds, count = 0.0, 0

@@ -68,8 +68,8 @@ def measure(folder: Path, layout: Layout) -> dict[str, float]:
     samples = folder / "samples.npz"
     evaluation = layout.experiment.evaluation
     kairos("sample", "--milestone", snapshot, "--out", samples, "--num", evaluation.num_samples)
-    own = ("--reference", Path(layout.results, "reference"), "--out", folder / "distance.json")
-    kairos("evaluate", "--samples", samples, *own)
+    reference = ("--reference", Path(layout.results, "reference"), "--out", folder / "distance.json")
+    kairos("evaluate", "--samples", samples, *reference)
     kairos("evaluate", "--samples", samples, "--reference", REAL, "--metrics", "fid", "--out", folder / "fid.json")
     samples.unlink()
     return {name: read_record(folder / f"{name}.json")["metrics"][metric] for name, metric in MEASURES.items()}
