@@ -132,7 +132,8 @@ def main() -> None:
         rows.append({**row, "images": image_count, "reference_images": reference_count})
         print(rows[-1], flush=True)
     if arguments.out:
-        setting = f"python benchmarks/fid.py --out {arguments.out}; torch {torch.__version__}, cpu {platform.machine()}"
+        device = f"{arguments.device}, {platform.machine()}"
+        setting = f"python benchmarks/fid.py --out {arguments.out}; torch {torch.__version__}, {device}"
         write_rows(arguments.out, rows, setting)
     if count:
         print(f"{1000 * seconds / count:.1f} s per 1,000 images")

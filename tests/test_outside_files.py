@@ -7,7 +7,7 @@ import pytest
 
 from kairos import outside_files
 from kairos.config import validate
-from kairos.files import sha256_file
+from kairos.files import sha256_file, write_record
 from kairos.outside_files import hash_contents
 from kairos.workflow.layout import Layout, create_layout
 from test_data import write_images
@@ -61,6 +61,12 @@ def test_links_are_followed_once_and_hidden_files_left_out(read):
     assert hash_contents(["photos"]) != before
 
 
+def test_two_links_to_a_file_do_not_alternate(read):
+    for name in ("first", "second"):
+        Path(name).symlink_to("photos/a/0.bmp")
+    assert len({hash_contents(["first", "second"]) for _ in range(4)}) == 1
+
+
 def test_a_missing_path_counts_as_empty_and_a_damaged_index_is_replaced(read):
     before = hash_contents(["photos", "photos/a/0.bmp"])
     outside_files._INDEX.write_text("{")
@@ -90,3 +96,28 @@ def test_the_record_of_the_data_set_stands_for_images_that_are_elsewhere(tmp_pat
     Path("photos").rename("elsewhere")
     layout = create_layout(validate(plain))
     assert layout.dependencies("prepare") == before and "not on this machine" in layout.notes[-1]
+
+
+def test_lists_that_are_here_do_not_replace_the_record_of_images_that_are_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("names.txt").write_text("0.png\n")
+    dataset = {"dataset__source": "folder", "dataset__path": "photos", "dataset__files": "names.txt"}
+    layout = Layout(validate(experiment({"uniform": {}}, **dataset, dataset__resolution=8)), Path("unused"))
+    assert layout.recorded_source() is None
+    write_record("results/case/dataset/manifest.json", {"source_sha256": "recorded"})
+    assert layout.hash_outside_files("prepare") == "recorded"
+    digits = Layout(validate(experiment({"uniform": {}})), Path("unused"))
+    assert digits.hash_outside_files("prepare") is None and "outside" not in digits.dependencies("prepare")
+
+
+def test_replaced_networks_of_the_evaluation_count(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("weights.pth").write_text("1")
+    Path("real.npz").write_text("1")
+    evaluation = {"extractor": {"name": "inception", "path": "weights.pth"}, "reference": "real.npz"}
+    plain = {**experiment({"uniform": {}}), "evaluation": {**evaluation, "num_samples": 3000}}
+    layout = Layout(validate(plain), Path("unused"))
+    before = {stage: layout.dependencies(stage) for stage in ("extractor", "reference")}
+    Path("weights.pth").write_text("2")
+    Path("real.npz").write_text("2")
+    assert all(layout.dependencies(stage) != before[stage] for stage in before)

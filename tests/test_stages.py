@@ -254,3 +254,20 @@ def test_the_end_of_a_schedule_counts_as_its_length() -> None:
     plain["training"] |= {"schedule": "cosine", "milestones": [4, 8]}
     fields = stages.select_fields(stages.TRAIN, validate(plain).run_settings("uniform", 0).sections)
     assert fields["training"]["schedule"]["length"] == 8 and "milestones" not in fields["training"]
+
+
+@pytest.mark.parametrize("has_init", [True, False])
+def test_packages_next_to_a_plugin_are_followed(
+    has_init: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"plugin_of_test_{has_init}"
+    helpers = tmp_path / f"helpers_of_{name}"
+    helpers.mkdir()
+    (tmp_path / f"{name}.py").write_text(f"from {helpers.name}.inner import VALUE\n")
+    (helpers / "inner.py").write_text("VALUE = 1\n")
+    if has_init:
+        (helpers / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = {path.relative_to(tmp_path).as_posix() for path in code_hash.list_files((name,))}
+    expected = {f"{name}.py", f"{helpers.name}/inner.py"}
+    assert names == expected | ({f"{helpers.name}/__init__.py"} if has_init else set())

@@ -62,6 +62,12 @@ def test_every_experiment_has_a_training_job_per_run_and_segment(pretended):
 
 
 @pytest.mark.long
+def test_an_analysis_has_a_job_for_each_snapshot_that_it_measures(pretended):
+    with pretended.edited("tests/tiny.yaml", "methods:\n", "analyses: [areas, density]\nmethods:\n"):
+        counts = pretended.to_do()
+    assert counts == {"measure_areas": 3 * TRAININGS, "analyse_areas": 1, "analyse_density": 1, **LAST_STAGES}
+
+
 def test_an_experiment_file_takes_nothing_from_params_yaml(pretended):
     text = "experiment: single\nmethods: {only: {}}\ndataset: {source: digits}\n"
     (pretended.folder / "single.yaml").write_text(text)

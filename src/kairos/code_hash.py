@@ -26,7 +26,7 @@ def hash_code(modules: Iterable[str], left_out: frozenset[str] = frozenset()) ->
 def list_files(modules: tuple[str, ...], left_out: frozenset[str] = frozenset()) -> tuple[Path, ...]:
     """Return the files of modules and of the modules that they import, transitively, sorted by path.
 
-    Imports are followed within kairos, its library, and the folder of a module of another package, such as a plugin.
+    Imports are followed within kairos, its library, and below the folder of a plugin.
     Imports under TYPE_CHECKING are ignored. A file ``NAME.html.jinja`` or ``NAME.mplstyle`` belongs to module NAME.
 
     Args:
@@ -102,7 +102,7 @@ class _Stripped(ast.NodeTransformer):
 
 
 def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 @functools.cache
@@ -110,14 +110,15 @@ def find_file(module: str) -> Path | None:
     """Return the source file of a module, without importing its packages; None if it has none."""
     package, *names = module.split(".")
     loaded = getattr(sys.modules.get(package), "__file__", None)
-    if loaded is None:
-        spec = importlib.util.find_spec(package)
-        loaded = spec.origin if spec else None
-    if loaded is None or not loaded.endswith(".py"):
+    spec = None if loaded else importlib.util.find_spec(package)
+    if spec is not None and spec.origin is None and spec.submodule_search_locations:  # a folder without __init__.py
+        path = Path(next(iter(spec.submodule_search_locations)), "__init__.py")
+    else:
+        path = Path(loaded or (spec.origin if spec else None) or "")
+    if path.suffix != ".py":
         return None
-    path = Path(loaded)
     if not names:
-        return path
+        return path if path.is_file() else None
     base = path.parent.joinpath(*names)
     return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
 
@@ -134,7 +135,15 @@ def _list_imports(module: str, path: Path) -> frozenset[str]:
             prefix = parents[: len(parents) + 1 - node.level] if node.level else []
             source = ".".join([*prefix, *filter(None, [node.module])])
             imported |= {_find_module(source, alias.name) for alias in node.names}
-    return frozenset(name for name in imported if _is_followed(name, path.parent))
+    depth = module.count(".") + (path.name == "__init__.py")
+    folder = path.parents[depth]  # of the plugin, for modules of other packages than kairos
+    with_packages = {".".join(parts[:count]) for parts in map(_split, imported) for count in range(1, len(parts) + 1)}
+    followed = imported if module.partition(".")[0] in PACKAGES else with_packages
+    return frozenset(name for name in followed if _is_followed(name, folder))
+
+
+def _split(module: str) -> list[str]:
+    return module.split(".")
 
 
 @functools.cache
@@ -153,6 +162,7 @@ def _find_module(source: str, name: str) -> str:
 
 def _is_followed(module: str, folder: Path) -> bool:
     path = find_file(module)
-    if path is None:
+    if path is None or module in PACKAGES:
         return False
-    return module.partition(".")[0] in PACKAGES or path.parent == folder
+    is_installed = "site-packages" in path.parts  # in an environment below the plugin's folder
+    return module.partition(".")[0] in PACKAGES or (path.is_relative_to(folder) and not is_installed)

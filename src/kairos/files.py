@@ -21,11 +21,11 @@ from typing import IO, Any
 
 from kairos_timesteps.errors import KairosError, NotFiniteError
 
-# constants of Linux, for renameat2
 _CHECKSUM = "checksum"  # field of a record
-_NO_CHECKSUM = "0" * 64
+_NO_CHECKSUM = "0" * 64  # in its place while it is computed
 _CHECKSUM_LINE = re.compile(r'(?m)^ "checksum": "([0-9a-f]{64})",?$')  # at the top level, by its indentation
 _REMEDY = "delete it and run the same command again, or pull it with dvc"
+# constants of Linux, for renameat2
 _AT_FDCWD = -100  # relative paths start at the working directory
 _RENAME_EXCHANGE = 2  # exchange the two paths
 

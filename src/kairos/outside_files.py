@@ -76,7 +76,12 @@ def _save(index: dict[str, list[str]]) -> None:
 def _list_files(root: Path) -> Iterator[_Group]:
     """Yield a group for each folder with files below a path, in the order of the names; a file is its own group."""
     if root.is_file():
-        yield _Group(key=os.path.realpath(root), folder=root.parent, relative=root.name, listing=[_describe(root)])
+        yield _Group(
+            key=f"{os.path.realpath(root)}:{root.name}",
+            folder=root.parent,
+            relative=root.name,
+            listing=[_describe(root)],
+        )
         return
     seen: set[str] = set()
     for folder, subfolders, names in os.walk(root, followlinks=True):

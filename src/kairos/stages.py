@@ -1,7 +1,7 @@
 """The stages of an experiment: what the results of each depend on.
 
-`list_stages` is the only list of stages. A result depends on fields of the experiment, on code, and on the results of
-the stages that it needs. `select_fields` and `hash_stage_code` return the first two.
+A result depends on fields of the experiment, on code, and on the results of the stages that it needs. `select_fields`
+and `hash_stage_code` return the first two. The rules list the files of the third.
 """
 
 from collections.abc import Iterable, Mapping
@@ -65,13 +65,13 @@ STAGES = (
             "autoencoder.shards": "jobs of stage encode",
             "autoencoder.dtype": "latents on disk, of stage encode",
         },
-        code=("kairos.autoencoders.train_or_load",),
+        code=("kairos.autoencoders.train_or_load", "kairos.compute"),
     ),
     Stage(
         "text",
         needs=("prepare",),
         fields=("text_encoder", *COMPUTING),
-        code=("kairos.text_encoders.encode_captions",),
+        code=("kairos.text_encoders.encode_captions", "kairos.compute"),
     ),
     Stage(
         "encode",
@@ -83,7 +83,7 @@ STAGES = (
             "autoencoder.dtype",
             *COMPUTING,
         ),
-        code=("kairos.autoencoders.encode",),
+        code=("kairos.autoencoders.encode", "kairos.compute"),
     ),
     Stage(
         "extractor",
@@ -145,7 +145,13 @@ STAGES = (
     ),
     Stage(
         "evaluate",
-        needs=("train", "sample", "encode", "extractor", "reference"),  # the reference fixes the settings
+        needs=(
+            "train",
+            "sample",
+            "encode",
+            "extractor",
+            "reference",
+        ),  # reference.json fixes metrics, threads and seeds
         code=("kairos.evaluation.evaluate",),
         components=(*NETWORK, "evaluation.extractor", "evaluation.possible_metrics"),
         of_run=True,

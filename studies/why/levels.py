@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1000, help="generated images, and images of each half")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    trainings = list((arguments.folder / arguments.baseline).glob("seed*"))
+    trainings = list((arguments.folder / "methods" / arguments.baseline).glob("seed*"))
     if not trainings or not arguments.out.absolute().parent.is_dir():
         parser.error(
             f"{arguments.folder}/methods/{arguments.baseline}/seed* or the folder of {arguments.out} does not exist"

@@ -30,9 +30,9 @@ for name in layout.analyses:
                 gpu=layout.gpus_per_job,
             params:
                 **layout.rule_params(f"measure_{name}"),
-                analysis=name,
+                name=name,
             shell:
-                "kairos analyse --config {params.config} --analysis {params.analysis} --method {wildcards.method}"
+                "kairos analyse --config {params.config} --analysis {params.name} --method {wildcards.method}"
                 " --seed {wildcards.seed} --step {wildcards.step} 2>&1 | tee {log}"
 
     rule:
@@ -54,6 +54,6 @@ for name in layout.analyses:
             gpu=0,
         params:
             **layout.rule_params(f"analyse_{name}"),
-            analysis=name,
+            name=name,
         shell:
-            "kairos analyse --config {params.config} --analysis {params.analysis} 2>&1 | tee {log}"
+            "kairos analyse --config {params.config} --analysis {params.name} 2>&1 | tee {log}"

@@ -9,7 +9,7 @@ for segment in layout.segments:
             f"train{segment.suffix}"
         input:
             latents=f"{RESULTS}/latents/manifest.json",
-            start=[f"{start}/milestone.json" for start in [layout.experiment.training.start_from] if start],
+            start=layout.start_weights,
             before=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.previous],
         output:
             milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots],
@@ -26,7 +26,7 @@ for segment in layout.segments:
         resources:
             **training_resources(layout.experiment),
         params:
-            **layout.rule_params("train"),
+            **layout.rule_params("train"),  # config, and what makes the job run again: fields and code
             segment=segment.number,
             steps=list(segment.steps),  # other steps run the job again
         shell:

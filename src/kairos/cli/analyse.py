@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
         name = f"measure_{analysis.name}.{job.method}.seed{job.seed}.{step_name(step)}"
         timing_file = job.layout.timing_file(name)
-    write_timing(arguments, Path(timing_file))
+    write_timing(arguments, None if arguments.results else Path(timing_file))
 
 
 def _select_analysis(arguments: argparse.Namespace, experiment: "Experiment") -> "AnalysisOptions":

@@ -52,7 +52,7 @@ def _write_index(arguments: argparse.Namespace) -> None:
     """Write a page that lists all experiments in a folder, with their rankings or errors, and print its path.
 
     Experiments may lack results, and results that cannot be read raise no error. Folders that contain no
-    ``<method>/seed<N>`` are skipped. The page is ``--out``, or index.html in the folder.
+    training run are skipped. The page is ``--out``, or index.html in the folder.
 
     Raises:
         ConfigError: the paths are not a single folder that contains folders of results, or an option of tables is set.

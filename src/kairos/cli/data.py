@@ -64,7 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     job, command = open_job(arguments), arguments.command
     experiment, results = job.experiment, job.results
-    if command == "encode" and arguments.out is None and not arguments.merge:
+    uses_defaults = command == "encode" and not (arguments.out or arguments.dataset or arguments.autoencoder)
+    if uses_defaults and not arguments.merge:
         arguments.merge = job.list_finished_shards()
     out = arguments.out or results / _OUTPUTS[command]
     if job.shard is not None and arguments.out is None:

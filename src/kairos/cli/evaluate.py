@@ -12,7 +12,7 @@ from kairos.cli.common import (
     set_up_device,
     write_timing,
 )
-from kairos.cli.jobs import Job, add_job, check_forms, open_job
+from kairos.cli.jobs import Job, add_job, open_job, reject_mixed_options
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -72,9 +72,8 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--sets",
         type=int,
-        default=1,
         metavar="K",
-        help="with an npz reference: number of sets that the samples are split into",
+        help="with an npz reference: number of sets that the samples are split into; default: 1",
     )
     add_device(parser)
 
@@ -168,14 +167,16 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             reference is not an npz file.
         KairosError: a file is missing or damaged, or files do not belong together.
     """
-    check_forms(arguments, ("samples", "out", "milestone", "reference", "extractor", "latents", "metrics"))
+    by_hand = ("samples", "out", "milestone", "reference", "extractor", "latents", "metrics", "sets")
+    reject_mixed_options(arguments, by_hand)
     if arguments.config is not None:
         _evaluate_run(arguments, open_job(arguments))
         return
     for option in ("samples", "out", "reference"):
         demand_option(getattr(arguments, option), option, "none", "a path, or --config, --method and --seed")
     outputs = pair_options(arguments, "samples", "out", "milestone")
-    demand_option(arguments.sets >= 1, "sets", arguments.sets, "1 or more")
+    sets = 1 if arguments.sets is None else arguments.sets
+    demand_option(sets >= 1, "sets", sets, "1 or more")
 
     from kairos.evaluation import evaluate  # imported after the checks of the arguments, since it takes seconds
 
@@ -185,7 +186,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         arguments.reference,
         extractor=arguments.extractor,
         latents=arguments.latents,
-        sets=arguments.sets,
+        sets=sets,
         metric_names=arguments.metrics.split(",") if arguments.metrics else None,
         device=arguments.device,
     )

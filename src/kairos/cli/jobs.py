@@ -1,7 +1,6 @@
 """A job of the pipeline on the command line: the experiment file, and what the job computes of the experiment."""
 
 import argparse
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,9 +53,11 @@ class Job:
         return self.segment.snapshots if self.segment else self.layout.snapshots
 
     @property
-    def timing_file(self) -> Path:
-        """File of the job's times, see `kairos.resource_usage.write_record`."""
+    def timing_file(self) -> Path | None:
+        """File of the job's times; None for a call by hand that computes several segments."""
         run = f"{self.method}_seed{self.seed}" if self.method else None
+        if run is not None and self.segment is None and len(self.layout.segments) > 1:
+            return None
         segment = self.segment.number if self.segment else 1
         return Path(self.layout.timing_file(self.stage, run, segment, self.shard.name if self.shard else None))
 
@@ -69,7 +70,8 @@ class Job:
             return []
         paths = []
         for shard in self.layout.shards(self.stage):
-            paths.append(Path(self.layout.shard_path(self.stage, shard, self.method or "", self.seed or 0, snapshot)))
+            method, seed = str(self.method), str(self.seed)  # unused for stages that all runs share
+            paths.append(Path(self.layout.shard_path(self.stage, shard, method, seed, snapshot)))
         return paths if all(path.exists() for path in paths) else []
 
 
@@ -94,11 +96,10 @@ def open_job(arguments: argparse.Namespace) -> Job:
     Raises:
         ConfigError: the experiment is not valid, or does not have the method or the segment; or the seed is negative.
     """
-    from kairos.config import load, load_frozen
-    from kairos.workflow.layout import FROZEN_VARIABLE, Layout
+    from kairos.config import load
+    from kairos.workflow.layout import Layout
 
-    is_frozen = os.environ.get(FROZEN_VARIABLE) == str(arguments.config.resolve())
-    layout = Layout(load_frozen(arguments.config) if is_frozen else load(arguments.config), arguments.config)
+    layout = Layout(load(arguments.config), arguments.config)
     method, seed, number = (getattr(arguments, name, None) for name in ("method", "seed", "segment"))
     if method is not None:
         demand_option(method in layout.methods, "method", repr(method), ", ".join(layout.methods))
@@ -109,15 +110,22 @@ def open_job(arguments: argparse.Namespace) -> Job:
         count = len(layout.segments)
         demand_option(1 <= number <= count, "segment", number, f"1 to {count} (training.segments)")
         segment = layout.segments[number - 1]
-    return Job(layout, arguments.command, method, seed, segment, getattr(arguments, "shard", None))
+    shard = getattr(arguments, "shard", None)
+    if shard is not None and not arguments.out:
+        names = layout.shards(arguments.command)
+        demand_option(shard.name in names, "shard", shard.name, f"{', '.join(names) or 'none'}, of the experiment")
+    return Job(layout, arguments.command, method, seed, segment, shard)
 
 
-def check_forms(arguments: argparse.Namespace, options_by_hand: tuple[str, ...]) -> None:
+def reject_mixed_options(
+    arguments: argparse.Namespace, options_by_hand: tuple[str, ...], suppressed: tuple[str, ...] = ()
+) -> None:
     """Check a command that has two forms: ``--config``, ``--method`` and ``--seed``, or options that name files.
 
     Args:
         arguments: arguments of the command.
-        options_by_hand: options that are not allowed with ``--config``.
+        options_by_hand: options that are not allowed with ``--config``, by their names in `arguments`.
+        suppressed: those of them that are absent from `arguments` unless they are set.
 
     Raises:
         ConfigError: options of the two forms are combined, or ``--config`` lacks the method or the seed.
@@ -130,4 +138,5 @@ def check_forms(arguments: argparse.Namespace, options_by_hand: tuple[str, ...])
         demand_option(getattr(arguments, option) is not None, option, "none", "a value with --config")
     for option in options_by_hand:
         value = getattr(arguments, option, None)
-        demand_option(not value, option, value, "none with --config, whose experiment decides it")
+        is_set = hasattr(arguments, option) if option in suppressed else value not in (None, [])
+        demand_option(not is_set, option.replace("_", "-"), value, "none with --config, whose experiment decides it")

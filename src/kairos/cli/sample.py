@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.cli.common import add_device, add_shards, add_timing, demand_option, pair_options, write_timing, yaml_type
-from kairos.cli.jobs import Job, add_job, check_forms, open_job
+from kairos.cli.jobs import Job, add_job, open_job, reject_mixed_options
 from kairos_timesteps.errors import ConfigError
 
 # options that are fields of section `sampling`
@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace) -> None:
             fit a snapshot.
         KairosError: a file is missing or damaged; the npz files of earlier snapshots remain.
     """
-    check_forms(arguments, ("milestone", "out", "grid", "grid_images", "num", "autoencoder", "latents", *_SETTINGS))
+    by_hand = ("milestone", "out", "grid", "grid_images", "num", "autoencoder", "latents", "merge", *_SETTINGS)
+    reject_mixed_options(arguments, by_hand, suppressed=_SETTINGS)
     if arguments.config is not None:
         _sample_run(arguments, open_job(arguments))
         return

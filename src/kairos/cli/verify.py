@@ -64,6 +64,8 @@ def _verify_records(folder: Path) -> None:
             else:
                 record = read_record(path)
                 check_files(path.parent, record.get("files", {}), f"delete {path} and run the same command again")
+                if path.name == "training.json":
+                    _check_components(path.parent)
         except KairosError as error:
             problems.append(str(error))
         else:
@@ -79,15 +81,27 @@ def _verify_records(folder: Path) -> None:
 def _verify_training_run(folder: Path) -> None:
     """Check the final checkpoint, the metrics and all snapshots of a training run against their records.
 
-    The hashes of the checkpoint's components and of the metrics are printed before they are compared. A missing
-    snapshot folder is not detected.
+    The hashes of the checkpoint's components and of the metrics are printed. A missing snapshot folder is not detected.
 
     Raises:
-        KairosError: the training run is not complete.
         DamagedError: a file is missing or damaged.
     """
-    from kairos.files import DamagedError, list_by_step, open_record, sha256_file
+    from kairos.files import list_by_step
     from kairos.milestones import check_milestone
+
+    for name, digest in _check_components(folder).items():
+        print(f"{name} {digest}")
+    for milestone in list_by_step(folder / "milestones"):
+        check_milestone(milestone)
+
+
+def _check_components(folder: Path) -> dict[str, str]:
+    """Compare the final checkpoint and the metrics of a training run with its record; return all hashes by component.
+
+    Raises:
+        DamagedError: a file is missing or damaged.
+    """
+    from kairos.files import DamagedError, open_record, sha256_file
     from kairos.training.checkpoint import component_hashes, read
 
     record = open_record(folder, "train", "training.json")
@@ -96,13 +110,10 @@ def _verify_training_run(folder: Path) -> None:
         if not path.is_file():
             raise DamagedError(f"{path}: missing")
     digests = {**component_hashes(read(checkpoint)), "metrics": sha256_file(folder / "metrics.jsonl")}
-    for name, digest in digests.items():
-        print(f"{name} {digest}")
-    mismatched = [name for name, digest in digests.items() if record["components"].get(name) != digest]
+    mismatched = [f"{name} {digest}" for name, digest in digests.items() if record["components"].get(name) != digest]
     if mismatched:
         raise DamagedError(f"{folder}: damaged or from another training run: {', '.join(mismatched)}")
-    for milestone in list_by_step(folder / "milestones"):
-        check_milestone(milestone)
+    return digests
 
 
 def _compare_with_recording(lock: Path) -> None:

@@ -1,6 +1,6 @@
 """Experiment files: fields, defaults and validation errors (see `experiment.Experiment`)."""
 
-from kairos.config.experiment import REFERENCE_ROWS, Experiment, freeze, load, load_frozen, validate
+from kairos.config.experiment import REFERENCE_ROWS, Experiment, freeze, load, validate
 from kairos.config.reading import apply_extends, find_experiment_files
 
 __all__ = [
@@ -10,6 +10,5 @@ __all__ = [
     "find_experiment_files",
     "freeze",
     "load",
-    "load_frozen",
     "validate",
 ]

@@ -43,6 +43,7 @@ from kairos.training.settings import RunSettings, TrainingConfig
 from kairos_timesteps.errors import ConfigError, demand
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
+_FROZEN = Path(".kairos/config")  # folder of frozen experiments
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
@@ -288,13 +289,29 @@ def validate(values: Any, source: str = "experiment") -> Experiment:
 def load(path: Path | str) -> Experiment:
     """Read and check an experiment file and the files that it extends; import its plugins, see `validate`.
 
+    The text of a frozen experiment, see `freeze`, is compared with the hash in its name.
+
     Raises:
         ConfigError: the file is missing, is not YAML, or contains values that are not valid.
+        DamagedError: the text of a frozen experiment, or its hashes of plugins, have changed.
     """
-    return validate(read_experiment_file(Path(path)), str(path))
+    path = Path(path)
+    if path.resolve().parent.parts[-2:] == _FROZEN.parts and path.is_file():
+        _check_frozen(path)
+    return validate(read_experiment_file(path), str(path))
 
 
-def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Path:
+def _check_frozen(path: Path) -> None:
+    """Raise DamagedError if the text of a frozen experiment does not match the hash in its name."""
+    plugin_file = plugin_hashes_file(path)
+    plugin_hashes = dict(read_json(plugin_file)) if plugin_file.is_file() else {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not path.stem.endswith(f"-{_hash_frozen(text, plugin_hashes)}"):
+        remedy = "run the workflow again, which writes it again"
+        raise DamagedError(f"{path}: damaged: does not match the hash in its name; {remedy}")
+
+
+def freeze(experiment: Experiment, folder: Path | str = _FROZEN) -> Path:
     """Write the resolved configuration for jobs to read, so that later edits change no running job; return its path.
 
     The file is ``<experiment>-<hash>.yaml``, with 16 digits of the hash of its text and of the plugins' code. If
@@ -318,19 +335,3 @@ def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Pat
 
 def _hash_frozen(text: str, plugin_hashes: dict[str, str]) -> str:
     return sha256_json([text, plugin_hashes])[:16]
-
-
-def load_frozen(path: Path) -> Experiment:
-    """Read a frozen experiment, see `freeze`, after a comparison of its text with the hash in its name.
-
-    Raises:
-        DamagedError: the text or the hashes of plugins have changed.
-        ConfigError: the experiment is not valid.
-    """
-    plugin_file = plugin_hashes_file(path)
-    plugin_hashes = dict(read_json(plugin_file)) if plugin_file.is_file() else {}
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if not path.stem.endswith(f"-{_hash_frozen(text, plugin_hashes)}"):
-        remedy = "run the same command again, which writes it again"
-        raise DamagedError(f"{path}: damaged: does not match the hash in its name; {remedy}")
-    return load(path)

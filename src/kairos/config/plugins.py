@@ -83,6 +83,7 @@ def _load(file: str) -> None:
     spec = _find_module(file, path)
     if earlier_plugin is None and name in sys.modules:  # another plugin file has imported this one
         _plugins[name] = _Plugin(path, text)
+        set_source(path, text.encode())
         return
     forget(name)  # components of the earlier content
     _plugins[name] = _Plugin(path, text)  # `_execute` removes it if the import fails
@@ -232,7 +233,7 @@ def source_files(paths: list[str]) -> list[str]:
 
 
 def hash_plugins(methods: "dict[str, MethodConfig]") -> dict[str, str]:
-    """Return the hash of the code of each plugin that methods use, by module; empty if the methods use no plugin."""
+    """Return the hash of the code of each plugin that methods use, with its imports, by module."""
     if not _plugins:  # saves the search for the code of components
         return {}
     used_modules = {module for method in methods.values() for module in _plugin_modules(method)}

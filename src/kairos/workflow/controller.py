@@ -165,7 +165,10 @@ def _remove_leftovers(layout: Layout) -> None:
     Nothing is removed if the results cannot be locked; no error is raised then.
     """
     results = Path(layout.results)
-    with suppress(KairosError), _lock_results(results):  # an error of the lock, or a damaged tracking.json
+    if not results.is_dir():
+        return
+    # an error of the lock, a damaged tracking.json, or results that cannot be written
+    with suppress(KairosError, OSError), _lock_results(results):
         for success_file in job_records_folder(results).glob("*.done"):
             job_record = success_file.with_suffix(".json")
             job_record.unlink(missing_ok=True)

@@ -53,7 +53,7 @@ _SET_REMOTE = (
 
 
 def write_dependencies(config: Path, out: Path) -> None:
-    """Write the fields and the code fingerprint of every stage as YAML, which DVC reads as ``params``.
+    """Write the fields and the hash of the code of every stage as YAML, which DVC reads as ``params``.
 
     The stages of training runs have an entry for each method. The file keeps its modification time if nothing changed.
 
@@ -98,7 +98,7 @@ def _check_stages(layout: Layout, config: Path) -> None:
 
 
 def _build_dependency_table(layout: Layout) -> dict[str, Any]:
-    """Return fields and code fingerprint of every stage, as nested dictionaries; analyses and MLflow have no stage.
+    """Return fields and hash of the code of every stage, as nested dictionaries; analyses and MLflow have no stage.
 
     A shared stage, or ``report``, has the fields and ``code`` at its name. A stage of training runs has an entry for
     each method, whose key ``fields`` contains the fields, ``code`` and the milestones. Dots in the name of a method

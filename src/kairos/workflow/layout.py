@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.analyses.settings import AnalysisOptions, analysed_snapshots, snapshot_table_path
-from kairos.config import Experiment, freeze, load_frozen
+from kairos.config import Experiment, freeze, load
 from kairos.downloads import warn_of_missing
 from kairos.evaluation.settings import InceptionOptions
 from kairos.files import glance
@@ -239,6 +239,12 @@ class Layout:
         return [reference] if reference.endswith(".npz") else []
 
     @property
+    def start_weights(self) -> list[str]:
+        """The record of the snapshot that training runs start from; empty if they start from random weights."""
+        start = self.experiment.training.start_from
+        return [f"{start}/milestone.json"] if start else []
+
+    @property
     def analysis_outputs(self) -> list[str]:
         """Paths of the table (CSV) and figure (PNG) of each analysis."""
         return [f"{self.results}/analyses/{name}.{suffix}" for name in self.analyses for suffix in ("csv", "png")]
@@ -348,9 +354,7 @@ class Layout:
 
         # the names of the fields are equal for all methods
         sections = list_sections(self.experiment, row, self.methods[0] if depends_on_method else None)
-        # not their hash, for which a job would list all images
-        has_outside_files = bool(self.outside_paths(stage)) or self.hash_outside_files(stage) is not None
-        names = [*select_fields(row, sections), "code", *(["outside"] if has_outside_files else [])]
+        names = [*select_fields(row, sections), "code", *(["outside"] if self.outside_paths(stage) else [])]
         values = {name: build_function(name) for name in names}
         return {**values, "config": self.config_argument}
 
@@ -362,23 +366,32 @@ class Layout:
         row = self.stages[stage]
         sections = list_sections(self.experiment, row, method)
         values = {**select_fields(row, sections), "code": hash_stage_code(row, sections)}
-        outside = self.hash_outside_files(stage)
-        return {**values, "outside": outside} if outside else values
+        return {**values, "outside": self.hash_outside_files(stage)} if self.outside_paths(stage) else values
 
     def hash_outside_files(self, stage: str) -> str | None:
         """Return the hash of the files outside of the results that a stage reads; None if there are none.
 
-        For images that are not on this machine, it is the hash in the record of the data set.
+        If images or lists of the data set are not on this machine, it is the hash in the record of the data set.
         """
         paths = self.outside_paths(stage)
-        if paths:
-            return hash_contents(paths)
-        manifest = glance(f"{self.results}/dataset/manifest.json") if stage == "prepare" else {}
-        recorded: str | None = manifest.get("source_sha256")
+        recorded = self.recorded_source() if stage == "prepare" else None
+        if recorded is not None:
+            return recorded
+        existing = [path for path in paths if os.path.exists(path)]
+        return hash_contents(existing) if existing else None
+
+    def recorded_source(self) -> str | None:
+        """Return the hash in the record of the data set, if a file of it is not on this machine; else None."""
+        if all(os.path.exists(path) for path in self.outside_paths("prepare")):
+            return None
+        recorded: str | None = glance(f"{self.results}/dataset/manifest.json").get("source_sha256")
         return recorded
 
     def outside_paths(self, stage: str) -> list[str]:
-        """Return the paths of the files and folders outside of the results that a stage reads, and that exist."""
+        """Return the paths of the files and folders outside of the results that a stage reads.
+
+        Some may be missing: a path of a network may be a hub id.
+        """
         experiment = self.experiment
         paths: list[str | None] = []
         if stage == "prepare":
@@ -388,13 +401,19 @@ class Layout:
                 # a list may be followed by the value that selects its lines, such as list_eval_partition.txt:0
                 paths.append(re.sub(r":\d+$", "", section.files) if section.files else None)
                 path = str(section.path) if section.path else ""
-                is_pattern = path and not os.path.exists(path)  # a name may contain characters of patterns
-                paths += sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
+                # a name that exists may contain characters of patterns; a pattern without files is missing
+                matches = [] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+                paths += matches or [path]
         elif stage == "autoencoder" and experiment.autoencoder.kind == "pretrained":
             paths.append(experiment.autoencoder.path)
         elif stage == "text" and experiment.text_encoder is not None:
             paths.append(experiment.text_encoder.path)
-        return [path for path in paths if path and os.path.exists(path)]
+        elif stage == "extractor":
+            paths.append(getattr(experiment.evaluation.extractor, "path", None))
+        elif stage in ("reference", "evaluate"):
+            paths += self.external_reference
+            paths += [getattr(metric, "path", None) for metric in experiment.evaluation.metrics or ()]
+        return [path for path in paths if path]
 
     def config_argument(self, wildcards: Any, output: Any) -> str:
         """Return the path of the frozen experiment as text.
@@ -421,7 +440,7 @@ def create_layout(experiment: Experiment) -> Layout:
     """
     resolved, notes = experiment.resolve()
     layout = Layout(resolved, config_file=freeze(resolved), notes=notes + warn_of_missing(resolved))
-    if not layout.outside_paths("prepare") and layout.hash_outside_files("prepare"):
+    if layout.recorded_source() is not None:
         layout.notes.append("dataset: its files are not on this machine; the record of the data set stands for them")
     return layout
 
@@ -433,4 +452,4 @@ def load_frozen_layout() -> Layout:
         KeyError: the controller has not set the variable.
     """
     path = Path(os.environ[FROZEN_VARIABLE])
-    return Layout(load_frozen(path), config_file=path)
+    return Layout(load(path), config_file=path)
