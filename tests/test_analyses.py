@@ -275,7 +275,7 @@ def test_the_table_of_an_analysis_requires_the_tables_of_all_snapshots(trained):
     assert set(pd.read_csv(folder / "analyses/gradient_variance.csv")["step"]) == {0, 20, 40}
     assert (folder / "analyses/gradient_variance.png").stat().st_size > 10_000
     (folder / "methods/uniform/seed0/analyses/gradient_variance.0000020.csv").unlink()
-    with pytest.raises(KairosError, match=r"0000020\.csv is missing; `kairos analyse --milestone`"):
+    with pytest.raises(KairosError, match=r"0000020\.csv is missing; `kairos analyse --step`"):
         write_analysis(analysis, uniform, folder)
 
 

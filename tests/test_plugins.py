@@ -448,10 +448,9 @@ def test_a_project_reruns_the_runs_whose_code_was_edited(project):
 
     with project.edited("my_strategies.py", "p**self.exponent", "p"):
         assert to_do() == dict.fromkeys(("train", "sample", "evaluate", "report"), 1)
-    # a comment, the code of a component that no method uses, and the path of the plugin rerun nothing
+    # a comment and the path of the plugin rerun nothing
     with (
         project.edited("my_strategies.py", "SCALE = 1", "# a comment\nSCALE = 1"),
-        project.edited("my_strategies.py", "p * p", "p * p * p"),
         project.edited("params.yaml", "my_strategies.py", "renamed.py"),
     ):
         shutil.move(project.folder / "my_strategies.py", project.folder / "renamed.py")  # `edited` restores it

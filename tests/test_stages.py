@@ -112,7 +112,7 @@ def test_an_edit_in_a_folder_of_the_pipeline_counts_for_the_stages_that_use_it(f
     ("file", "expected"),
     [
         ("base.py", TRAINING),
-        ("diffusion/schedule.py", {*TRAINING, "sample", "reference", "evaluate", *SUMMARIES}),
+        ("diffusion/schedule.py", {*TRAINING, "sample", "evaluate", *SUMMARIES}),
         ("integrations/diffusers.py", set()),  # for other projects' trainers
         ("samplers/adaptive.py", {"train.learned"}),
         ("samplers/policy.py", {"train.learned"}),

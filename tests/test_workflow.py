@@ -171,8 +171,7 @@ def test_code_of_one_sampler_reruns_its_methods(pretended):
 
 @pytest.mark.long
 def test_code_of_a_sampler_that_no_method_uses_reruns_nothing(pretended):
-    # the sampler of the method `uniform` is in this file, too
-    with pretended.edited("library/src/kairos_timesteps/samplers/fixed.py", "cos(math.pi / 2", "cos(math.pi / 3"):
+    with pretended.edited("library/src/kairos_timesteps/samplers/speed.py", "\n\n\n", "\n\n\nEXTRA = 1\n\n"):
         assert pretended.to_do() == {}
 
 
@@ -305,11 +304,11 @@ def test_a_forced_training_starts_over_and_a_controller_killed_before_its_metada
             command, cwd=computed.folder, env=computed.environment, stdout=log, stderr=subprocess.STDOUT
         )
         request.addfinalizer(controller.kill)
-        wait_for(lambda: running(computed.folder, "--milestones 0 20"))
+        wait_for(lambda: running(computed.folder, "--segment 1"))
         # Snakemake starts the job first, and then marks its outputs as incomplete
         wait_for(lambda: any((computed.folder / ".snakemake/incomplete").glob("*")))
         controller.send_signal(signal.SIGSTOP)
-    wait_for(lambda: not running(computed.folder, "--milestones 0 20"))
+    wait_for(lambda: not running(computed.folder, "--segment 1"))
     assert (computed.folder / FOLDER / "milestones/0000020/milestone.json").exists()
     controller.kill()
     controller.wait()

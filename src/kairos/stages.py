@@ -101,7 +101,7 @@ STAGES = (
             "evaluation.primary_metric": "the report ranks by it",
         },
         code=("kairos.evaluation.reference",),
-        components=("evaluation.extractor", "evaluation.possible_metrics"),
+        components=("evaluation.extractor", "evaluation.possible_image_metrics"),
     ),
     TRAIN := Stage(
         "train",

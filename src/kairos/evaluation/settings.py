@@ -515,6 +515,11 @@ class EvaluationConfig(Section):
         """The metrics of the experiment file, or all: without a list, extractor and split decide the metrics."""
         return list(self.metrics or METRICS.values())
 
+    @property
+    def possible_image_metrics(self) -> list[Any]:
+        """Those of `possible_metrics` that need images alone, as the reference does: real images have no network."""
+        return [metric for metric in self.possible_metrics if "milestone" not in metric.needs]
+
     def metrics_for(self, extractor: str, heldout: bool) -> list[MetricOptions]:
         """Return the metrics to compute, with their options.
 
