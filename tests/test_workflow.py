@@ -96,6 +96,7 @@ def test_seeds_follow_each_other_and_evaluations_precede_the_next_training():
     priority = {job: layout.priority(job[0])(SimpleNamespace(seed=str(job[1]))) for job in jobs}
     seeds_by_priority = [seed for _, seed in sorted(jobs, key=priority.get, reverse=True)]
     assert seeds_by_priority == [3, 3, 3, 1, 1, 1, 2, 2, 2]
+    assert max(priority.values()) < layout.shared_priority
     assert all(priority["train", seed] < priority["sample", seed] == priority["evaluate", seed] for seed in (1, 2, 3))
 
 

@@ -13,6 +13,7 @@ if layout.shards("encode"):
             temp(directory(layout.shard_path("encode", "{shard}"))),
         log:
             f"{RESULTS}/logs/encode.{{shard}}.log",
+        priority: layout.shared_priority
         conda:
             "../../envs/environment.yml"
         threads: layout.experiment.training.threads
@@ -34,6 +35,7 @@ rule encode:
         f"{RESULTS}/latents/manifest.json",
     log:
         f"{RESULTS}/logs/encode.log",
+    priority: layout.shared_priority
     conda:
         "../../envs/environment.yml"
     threads: layout.experiment.training.threads

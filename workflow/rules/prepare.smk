@@ -6,6 +6,7 @@ rule prepare:
         f"{RESULTS}/dataset/manifest.json",
     log:
         f"{RESULTS}/logs/prepare.log",
+    priority: layout.shared_priority
     conda:
         "../../envs/environment.yml"
     threads: 8  # decode images; at most the run's cores, and `set-threads` of a profile changes it

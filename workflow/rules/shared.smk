@@ -31,6 +31,7 @@ for name, (read, resources_of_stage) in ((name, SHARED[name]) for name in SHARED
             f"{RESULTS}/{name}/{'reference' if name == 'reference' else 'manifest'}.json",
         log:
             f"{RESULTS}/logs/{name}.log",
+        priority: layout.shared_priority
         conda:
             "../../envs/environment.yml"
         threads: layout.feature_threads if name == "reference" else layout.experiment.training.threads

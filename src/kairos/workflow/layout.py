@@ -185,6 +185,11 @@ class Layout:
 
         return name_group
 
+    @property
+    def shared_priority(self) -> int:
+        """Priority of jobs that all training runs wait for: above that of every job of a training run."""
+        return 2 * len(self.experiment.seeds)
+
     def priority(self, stage: str) -> Callable[[Any], int]:
         """Return a function from wildcards to the priority of a training run's job; higher ones start first.
 
