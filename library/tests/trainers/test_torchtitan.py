@@ -17,8 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.fsdp import FSDPModule
 from training_runs import Run, blocks, differences, released, with_strategy
 
 import rank_groups
@@ -26,11 +24,14 @@ from kairos_timesteps import Strategy
 from kairos_timesteps.errors import ConfigError
 from small_loop import equal_bits
 
+released("torchtitan")  # skips the file where it is not installed, before imports that need a recent torch
 with pytest.MonkeyPatch.context() as patch:  # torchtitan takes cuda where there is no accelerator
     patch.setattr("torch._utils._get_available_device_type", lambda: "cpu")
     flux_trainer = released("torchtitan.models.flux.trainer")
 
 import torchtitan.trainer
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components import metrics
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
