@@ -24,8 +24,8 @@ from kairos_timesteps import Strategy
 from kairos_timesteps.errors import ConfigError
 from small_loop import equal_bits
 
-released("torchtitan")  # skips the file where it is not installed, before imports that need a recent torch
 with pytest.MonkeyPatch.context() as patch:  # torchtitan takes cuda where there is no accelerator
+    released("torchtitan")  # skips the file where it is not installed; names of a recent torch follow
     patch.setattr("torch._utils._get_available_device_type", lambda: "cpu")
     flux_trainer = released("torchtitan.models.flux.trainer")
 
