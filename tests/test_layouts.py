@@ -128,7 +128,7 @@ def test_the_workflow_depends_on_zips_and_lists(tmp_path):
     assert zips.outside_paths("prepare") == [paths["path"], paths["heldout"]]
     assert [need.find() for need in list_requirements(zips.experiment)[:2]] == [paths["path"], paths["heldout"]]
     lists = make_layout(source="folder", path="in", files=f"{tmp_path}/list.txt:0", heldout=f"{tmp_path}/list.txt:1")
-    assert set(lists.outside_paths("prepare")) == {str(tmp_path / "list.txt")}
+    assert set(lists.outside_paths("prepare")) == {"in", str(tmp_path / "list.txt")}
     assert validate(
         {
             "experiment": "e",

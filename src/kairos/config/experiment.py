@@ -296,7 +296,8 @@ def load(path: Path | str) -> Experiment:
         DamagedError: the text of a frozen experiment, or its hashes of plugins, have changed.
     """
     path = Path(path)
-    if path.resolve().parent.parts[-2:] == _FROZEN.parts and path.is_file():
+    # not `resolve`, which rejects a loop of links
+    if Path(os.path.abspath(path)).parent.parts[-2:] == _FROZEN.parts and os.path.isfile(path):
         _check_frozen(path)
     return validate(read_experiment_file(path), str(path))
 
