@@ -1,4 +1,4 @@
-"""FID with the published Inception of sets of images that everybody has: parts of CIFAR-10, a Gaussian, noise.
+"""Compute FID with the published Inception for slices of CIFAR-10, a fitted Gaussian and uniform noise.
 
     python benchmarks/fid.py --out benchmarks/results/fid.csv
 
@@ -13,7 +13,7 @@ Sets:
 - ``noise``: 10,000 images of uniform noise.
 
 Columns:
-    set, reference: the two sets of images; numbers are positions in the training set, without the end.
+    set, reference: the two sets of images; `real a:b` are the training images a to b - 1.
     fid: Fréchet distance of the features.
     images, reference_images: numbers of images.
 

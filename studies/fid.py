@@ -1,7 +1,7 @@
 """Compare the distance of the studies with FID, on samples of the same networks (studies/fid.md).
 
     python benchmarks/fid.py              # moments of the real images, in results/fid
-    python studies/fid.py run             # trainings, samples and both distances; a repeated command resumes
+    python studies/fid.py run             # train, sample and measure both distances; run again to resume
     python studies/fid.py table           # values and rank correlations
 
 `run` appends each finished training run to studies/results/fid.csv.
@@ -37,7 +37,7 @@ def read_table() -> pd.DataFrame:
 
 
 def run(cores: int) -> int:
-    """Train, sample and evaluate the missing runs, seed by seed. Returns the exit status of a command that failed."""
+    """Train, sample and evaluate the missing runs, seed by seed. Returns 0, or the first exit status that is not."""
     layout = Layout(load(CONFIG), CONFIG)
     shared = ["extractor", "reference", "encode"]
     if status := run_experiment(CONFIG, str(cores), shared):

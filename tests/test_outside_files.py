@@ -82,7 +82,7 @@ def test_a_project_that_cannot_be_written_reads_the_files_each_time(read):
     assert hash_contents(["photos"]) == before and len(read) == 12
 
 
-def test_the_record_of_the_data_set_stands_for_images_that_are_elsewhere(tmp_path, monkeypatch):
+def test_missing_images_have_the_recorded_hash(tmp_path, monkeypatch):
     from kairos.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -92,13 +92,13 @@ def test_the_record_of_the_data_set_stands_for_images_that_are_elsewhere(tmp_pat
     write_experiment(Path("x.yaml"), plain)
     assert main(["prepare", "--config", "x.yaml"]) == 0
     before = Layout(validate(plain), Path("x.yaml")).dependencies("prepare")
-    assert not any("not on this machine" in note for note in create_layout(validate(plain)).notes)
+    assert create_layout(validate(plain)).recorded_source() is None
     Path("photos").rename("elsewhere")
     layout = create_layout(validate(plain))
-    assert layout.dependencies("prepare") == before and "not on this machine" in layout.notes[-1]
+    assert layout.dependencies("prepare") == before and layout.recorded_source() and layout.notes
 
 
-def test_lists_that_are_here_do_not_replace_the_record_of_images_that_are_elsewhere(tmp_path, monkeypatch):
+def test_present_lists_do_not_replace_the_recorded_hash_of_missing_images(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("names.txt").write_text("0.png\n")
     dataset = {"dataset__source": "folder", "dataset__path": "photos", "dataset__files": "names.txt"}

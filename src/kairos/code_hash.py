@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGES = ("kairos", "kairos_timesteps")
 _imported: dict[Path, bytes] = {}  # content of files at their import, see `set_source`
@@ -51,27 +52,48 @@ def list_files(modules: tuple[str, ...], left_out: frozenset[str] = frozenset())
 
 
 def set_source(path: Path, content: bytes) -> None:
-    """Use the content of a file that this process imports, such as a plugin, which may be edited later."""
+    """Hash `content` for a file from now on, instead of the file on disk, which users may edit after its import."""
     _imported[path] = content
-    for function in (find_file, _find_module, list_files, _list_imports, _parse, hash_file):
+    for function in (find_file, _find_module, list_files, _list_imports, _summarise):
         function.cache_clear()
 
 
-@functools.cache
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a parsed Python file, see the module's docstring, or of the bytes of any other file.
 
     This process reads a file once.
     """
-    content = ast.dump(_parse(path)).encode() if path.suffix == ".py" else path.read_bytes()
-    return hashlib.sha256(content).hexdigest()
+    return _summarise(path).digest
+
+
+class _Import(NamedTuple):
+    """An import: of modules by `names`, or ``from source import names`` with the number of leading dots as `level`."""
+
+    source: str | None
+    level: int
+    names: tuple[str, ...]
+
+
+class _Summary(NamedTuple):
+    """Hash of a file, and its imports; a syntax tree takes too much memory to be kept."""
+
+    digest: str
+    imports: tuple[_Import, ...] = ()
 
 
 @functools.cache
-def _parse(path: Path) -> ast.Module:
+def _summarise(path: Path) -> _Summary:
     content = _imported[path] if path in _imported else path.read_bytes()
-    tree: ast.Module = _Stripped().visit(ast.parse(content))
-    return tree
+    if path.suffix != ".py":
+        return _Summary(hashlib.sha256(content).hexdigest())
+    tree = _Stripped().visit(ast.parse(content))
+    imports = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imports.append(_Import(None, 0, tuple(alias.name for alias in node.names)))
+        elif isinstance(node, ast.ImportFrom):
+            imports.append(_Import(node.module or "", node.level, tuple(alias.name for alias in node.names)))
+    return _Summary(hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(imports))
 
 
 class _Stripped(ast.NodeTransformer):
@@ -127,14 +149,14 @@ def find_file(module: str) -> Path | None:
 def _list_imports(module: str, path: Path) -> frozenset[str]:
     """Return the modules that a file imports and whose files `list_files` follows."""
     imported: set[str] = set()
-    for node in ast.walk(_parse(path)):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+    for source, level, names in _summarise(path).imports:
+        if source is None:
+            imported |= set(names)
+        else:
             parents = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-            prefix = parents[: len(parents) + 1 - node.level] if node.level else []
-            source = ".".join([*prefix, *filter(None, [node.module])])
-            imported |= {_find_module(source, alias.name) for alias in node.names}
+            prefix = parents[: len(parents) + 1 - level] if level else []
+            absolute = ".".join([*prefix, *filter(None, [source])])
+            imported |= {_find_module(absolute, name) for name in names}
     depth = module.count(".") + (path.name == "__init__.py")
     folder = path.parents[depth]  # of the plugin, for modules of other packages than kairos
     with_packages = {".".join(parts[:count]) for parts in map(_split, imported) for count in range(1, len(parts) + 1)}
@@ -148,7 +170,7 @@ def _split(module: str) -> list[str]:
 
 @functools.cache
 def _find_module(source: str, name: str) -> str:
-    """Return the module of ``from source import name``: ``source.name``, or the module from which `source` has it."""
+    """Return the module of ``from source import name``: ``source.name``, or the one from which `source` imports it."""
     if find_file(f"{source}.{name}") is not None:
         return f"{source}.{name}"
     path = find_file(source) if source.partition(".")[0] in PACKAGES else None

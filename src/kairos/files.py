@@ -24,7 +24,7 @@ from kairos_timesteps.errors import KairosError, NotFiniteError
 _CHECKSUM = "checksum"  # field of a record
 _NO_CHECKSUM = "0" * 64  # in its place while it is computed
 _CHECKSUM_LINE = re.compile(r'(?m)^ "checksum": "([0-9a-f]{64})",?$')  # at the top level, by its indentation
-_REMEDY = "delete it and run the same command again, or pull it with dvc"
+_REMEDY = "delete it and run the workflow again, which computes it again, or pull it with dvc"
 # constants of Linux, for renameat2
 _AT_FDCWD = -100  # relative paths start at the working directory
 _RENAME_EXCHANGE = 2  # exchange the two paths
@@ -223,7 +223,7 @@ def read_record(path: Path | str) -> dict[str, Any]:
 
 def _demand_checksum(record: "_Record") -> "_Record":
     if not record.has_checksum:
-        raise DamagedError(f"{record.path}: damaged: no record with a checksum; {_REMEDY}")
+        raise DamagedError(f"{record.path}: damaged, or written by an earlier kairos: it has no checksum; {_REMEDY}")
     return record
 
 

@@ -1,4 +1,4 @@
-"""Content of files outside of the results, such as a folder of images, hashed once for each machine.
+"""Hashes of the files outside of the results, such as a folder of images; a project reads each folder once.
 
 ``.kairos/outside_files.json`` contains the hash of each folder's content, with a hash of names, sizes and modification
 times. If these are unchanged, the folder is not read again.
@@ -23,7 +23,8 @@ def hash_contents(paths: Iterable[str]) -> str:
     """Return the hash of files and of all files below folders, by names and contents; paths to them do not count.
 
     Hidden files and folders are left out, and links are followed, each folder once. A missing path counts as empty. A
-    progress bar shows the files that are read. The index is not written if that is impossible.
+    progress bar shows the files that are read. In a read-only project the index is not saved, and the
+    files are read each time.
     """
     index, saved = dict(glance(_INDEX)), time.monotonic()
     groups = [group for path in paths for group in _list_files(Path(path))]

@@ -1,7 +1,7 @@
-"""The stages of an experiment: what the results of each depend on.
+"""Table of stages: the fields, the code and the earlier stages that decide the results of each stage.
 
-A result depends on fields of the experiment, on code, and on the results of the stages that it needs. `select_fields`
-and `hash_stage_code` return the first two. The rules list the files of the third.
+`select_fields` returns the fields, and `hash_stage_code` hashes the code. The inputs in ``workflow/rules`` list the
+files of earlier stages.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ class Stage:
 
     Attributes:
         name: name of the stage, of its rule and of its command.
-        needs: stages whose results it reads.
+        needs: stages whose results it reads; the inputs of its rule list their files.
         fields: sections and fields of the experiment that its results depend on. ``method`` stands for sampler,
             weighting and coupling of a method, ``analysis`` for the options of an analysis.
         no_effect: parts of these fields that change no result of the stage, with the reason.
@@ -136,7 +136,7 @@ STAGES = (
         needs=("train", "autoencoder", "encode"),
         fields=("sampling", "evaluation.num_samples", "evaluation.sets", *COMPUTING),
         no_effect={
-            "sampling.batch_size": "an image is a function of the seed and its number",
+            "sampling.batch_size": "an image is a function of the seed and its index",
             "sampling.shards": "jobs, each of whole batches",
         },
         code=("kairos.sampling.sample",),

@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     With ``--step``, the snapshot of a training run is measured on the latents in the folder of results, and the
     measurements are written to the folder of the training run. Without, the results are read, and
-    ``analyses/NAME.csv`` and ``.png`` are written into their folder. The time of the job is recorded.
+    ``analyses/NAME.csv`` and ``.png`` are written into their folder. The time of the job is recorded, unless
+    ``--results`` is set without ``--timing``.
 
     Raises:
         ConfigError: the experiment has no such analysis or method, only some of ``--step``, ``--method`` and ``--seed``

@@ -56,7 +56,7 @@ def add_timing(parser: argparse.ArgumentParser) -> None:
         "--timing",
         type=Path,
         metavar="F",
-        help="write wall, CPU and start-up time of the job to F; a job of the pipeline has a default",
+        help="write wall, CPU and start-up time of the job to F (default: in the results, unless folders are set)",
     )
 
 

@@ -12,7 +12,7 @@ from kairos.cli.common import (
     set_up_device,
     write_timing,
 )
-from kairos.cli.jobs import Job, add_job, open_job, reject_mixed_options
+from kairos.cli.jobs import Job, add_job, check_command_form, open_job
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -168,7 +168,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         KairosError: a file is missing or damaged, or files do not belong together.
     """
     by_hand = ("samples", "out", "milestone", "reference", "extractor", "latents", "metrics", "sets")
-    reject_mixed_options(arguments, by_hand)
+    check_command_form(arguments, by_hand)
     if arguments.config is not None:
         _evaluate_run(arguments, open_job(arguments))
         return

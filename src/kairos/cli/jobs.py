@@ -1,4 +1,4 @@
-"""A job of the pipeline on the command line: the experiment file, and what the job computes of the experiment."""
+"""Job of the pipeline: its experiment, stage, training run, segment and shard, from the arguments of a command."""
 
 import argparse
 from dataclasses import dataclass
@@ -62,10 +62,7 @@ class Job:
         return Path(self.layout.timing_file(self.stage, run, segment, self.shard.name if self.shard else None))
 
     def list_finished_shards(self, snapshot: str = "") -> list[Path]:
-        """Return the paths of all shards of the job, or of a snapshot's images, if all of them exist; else empty.
-
-        The list is empty for a job that computes a shard.
-        """
+        """Return the paths of the shards to merge; empty if one is missing, or if the job computes a shard."""
         if self.shard is not None:
             return []
         paths = []
@@ -117,7 +114,7 @@ def open_job(arguments: argparse.Namespace) -> Job:
     return Job(layout, arguments.command, method, seed, segment, shard)
 
 
-def reject_mixed_options(
+def check_command_form(
     arguments: argparse.Namespace, options_by_hand: tuple[str, ...], suppressed: tuple[str, ...] = ()
 ) -> None:
     """Check a command that has two forms: ``--config``, ``--method`` and ``--seed``, or options that name files.
@@ -125,7 +122,7 @@ def reject_mixed_options(
     Args:
         arguments: arguments of the command.
         options_by_hand: options that are not allowed with ``--config``, by their names in `arguments`.
-        suppressed: those of them that are absent from `arguments` unless they are set.
+        suppressed: those of them without a default, which are absent from `arguments` unless they are set.
 
     Raises:
         ConfigError: options of the two forms are combined, or ``--config`` lacks the method or the seed.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.cli.common import add_device, add_shards, add_timing, demand_option, pair_options, write_timing, yaml_type
-from kairos.cli.jobs import Job, add_job, open_job, reject_mixed_options
+from kairos.cli.jobs import Job, add_job, check_command_form, open_job
 from kairos_timesteps.errors import ConfigError
 
 # options that are fields of section `sampling`
@@ -21,7 +21,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     ``--seed`` and ``--grid-images``, which are then None.
     """
     parser.epilog = (
-        "With --config: images of all snapshots of a training run. Without: repeat --milestone and --out, in pairs, to "
+        "With --config: images of all snapshots of a training run, or of a segment. Without: repeat --milestone and "
+        "--out, in pairs, to "
         "sample from several snapshots in one job; options that are omitted have the values of the snapshot's "
         "configuration. Image i depends only on the seed and on i."
     )
@@ -70,12 +71,14 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Generate images from the snapshots in ``--milestone``, and write them to the npz files in ``--out``.
+    """Generate images from snapshots: those of a training run with ``--config``, else those in ``--milestone``.
 
-    With ``--shard``, each npz file contains one shard of the images. With ``--merge``, no images are generated: the npz
-    files in ``--merge`` are shards, which are merged into ``--out``. Their list is divided evenly, and its beginning
-    belongs to the first ``--out``. With ``--grid``, the first images are written as PNG too. Files read: snapshots, and
-    the autoencoder and latents that they were trained on.
+    With ``--config``, the images are written to ``samples`` in the folder of the training run, as the experiment
+    configures them. Without, they are written to the npz files in ``--out``. With ``--shard``, each npz file contains
+    one shard of the images. With ``--merge``, no images are generated: the npz files in ``--merge`` are shards, which
+    are merged into ``--out``. Their list is divided evenly, and its beginning belongs to the first ``--out``. With
+    ``--grid``, the first images are written as PNG too. Files read: snapshots, and the autoencoder and latents that
+    they were trained on.
 
     The record of ``--timing`` contains `milestones`, the number of snapshots, and `images`, ``--num`` for each snapshot
     even if only a shard is generated.
@@ -87,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
         KairosError: a file is missing or damaged; the npz files of earlier snapshots remain.
     """
     by_hand = ("milestone", "out", "grid", "grid_images", "num", "autoencoder", "latents", "merge", *_SETTINGS)
-    reject_mixed_options(arguments, by_hand, suppressed=_SETTINGS)
+    check_command_form(arguments, by_hand, suppressed=_SETTINGS)
     if arguments.config is not None:
         _sample_run(arguments, open_job(arguments))
         return

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
         _verify_records(folder)
 
 
-def _verify_records(folder: Path) -> None:
+def _verify_records(folder: Path, prints: bool = True) -> None:
     """Check all records below a folder, the files that they list, and files of samples; print one line for each kind.
 
     Raises:
@@ -63,7 +63,7 @@ def _verify_records(folder: Path) -> None:
                 open_samples(path)
             else:
                 record = read_record(path)
-                check_files(path.parent, record.get("files", {}), f"delete {path} and run the same command again")
+                check_files(path.parent, record.get("files", {}), f"delete {path} and run the workflow again")
                 if path.name == "training.json":
                     _check_components(path.parent)
         except KairosError as error:
@@ -73,13 +73,14 @@ def _verify_records(folder: Path) -> None:
     if not counts and not problems:
         raise KairosError(f"{folder}: no record there; pass a folder of results, a stage, a training run or a snapshot")
     for name, count in sorted(counts.items()):
-        print(f"{name}: {count} intact")
+        if prints:
+            print(f"{name}: {count} intact")
     if problems:
         raise KairosError("\n".join(problems))
 
 
 def _verify_training_run(folder: Path) -> None:
-    """Check the final checkpoint, the metrics and all snapshots of a training run against their records.
+    """Check checkpoint, metrics, snapshots, samples and evaluations of a training run against their records.
 
     The hashes of the checkpoint's components and of the metrics are printed. A missing snapshot folder is not detected.
 
@@ -93,6 +94,9 @@ def _verify_training_run(folder: Path) -> None:
         print(f"{name} {digest}")
     for milestone in list_by_step(folder / "milestones"):
         check_milestone(milestone)
+    for name in ("samples", "evaluation"):
+        if (folder / name).is_dir():
+            _verify_records(folder / name, prints=False)
 
 
 def _check_components(folder: Path) -> dict[str, str]:

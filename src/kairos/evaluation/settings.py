@@ -517,7 +517,7 @@ class EvaluationConfig(Section):
 
     @property
     def possible_image_metrics(self) -> list[Any]:
-        """Those of `possible_metrics` that need images alone, as the reference does: real images have no network."""
+        """Possible metrics that need only images. The reference holds real images, so it has no network to measure."""
         return [metric for metric in self.possible_metrics if "milestone" not in metric.needs]
 
     def metrics_for(self, extractor: str, heldout: bool) -> list[MetricOptions]:

@@ -193,8 +193,7 @@ class Layout:
     def priority(self, stage: str) -> Callable[[Any], int]:
         """Return a function from wildcards to the priority of a training run's job; higher ones start first.
 
-        Seeds follow each other, and a trained segment is sampled and evaluated before the next training run starts.
-        Methods can therefore be compared early.
+        Jobs of the first seed start first. Within a seed, sampling and evaluation start before further training runs.
         """
         rank_of_seed = {str(seed): rank for rank, seed in enumerate(reversed(self.experiment.seeds))}
         is_after_training = int(stage != "train")
@@ -336,10 +335,10 @@ class Layout:
         return "|".join(re.escape(str(value)) for value in values)
 
     def rule_params(self, stage: str) -> dict[str, Any]:
-        """Return the ``params:`` of a stage's rules: the function ``config``, and what makes the stage run again.
+        """Return the ``params:`` of a stage's rules: ``config`` and the keys of `dependencies`, as functions.
 
         ``config`` returns the path of the frozen experiment. The other keys are those of `dependencies`. Each value is
-        a function of a job's wildcards. Snakemake runs a job again if a value changes.
+        a function of a job's wildcards. Snakemake runs a job again if a value other than ``config`` changes.
         """
         row = self.stages[stage]
         depends_on_method = row.name == "train"
@@ -446,7 +445,8 @@ def create_layout(experiment: Experiment) -> Layout:
     resolved, notes = experiment.resolve()
     layout = Layout(resolved, config_file=freeze(resolved), notes=notes + warn_of_missing(resolved))
     if layout.recorded_source() is not None:
-        layout.notes.append("dataset: its files are not on this machine; the record of the data set stands for them")
+        record = f"{layout.results}/dataset/manifest.json"
+        layout.notes.append(f"dataset: files are missing here; the hash in {record} is used in their place")
     return layout
 
 
