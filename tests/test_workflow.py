@@ -269,6 +269,8 @@ def test_the_whole_pipeline_runs(computed):
     assert len(rows) == 3 + 4  # three milestones, four reference rows
     missing = [name for name in computed.outputs("params.yaml") if not (computed.folder / name).exists()]
     assert missing == []
+    result = computed.run(sys.executable, "-m", "kairos", "verify", "results/tiny")
+    assert result.returncode == 0, result.stderr
     if sys.platform == "linux" and not devices.has_nvidia_driver():  # jobs are forks of a process with all imports
         imports = read_json(results / "timing/preload.json")["cpu_seconds"]
         records = [read_json(path) for path in results.glob("timing/evaluate/*/*.json")]

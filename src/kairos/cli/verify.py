@@ -56,18 +56,20 @@ def _verify_records(folder: Path, prints: bool = True) -> None:
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         is_record = path.name in _RECORDS or (path.suffix == ".json" and path.parent.name == "evaluation")
         is_samples = path.suffix == ".npz" and path.parent.name == "samples"
-        if is_hidden or not (is_record or is_samples):
+        is_timing = path.parent.name == "timing"  # a job's time, named after its stage, without a checksum
+        if is_hidden or is_timing or not (is_record or is_samples):
             continue
+        remedy = f"delete {path} and run the workflow again"
         try:
             if is_samples:
                 open_samples(path)
             else:
                 record = read_record(path)
-                check_files(path.parent, record.get("files", {}), f"delete {path} and run the workflow again")
+                check_files(path.parent, record.get("files", {}), remedy)
                 if path.name == "training.json":
                     _check_components(path.parent)
         except KairosError as error:
-            problems.append(str(error))
+            problems.append(f"{error}; {remedy}" if is_samples else str(error))
         else:
             counts[path.parent.name if path.parent.name in ("evaluation", "samples") else path.name] += 1
     if not counts and not problems:
