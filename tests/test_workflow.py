@@ -193,6 +193,18 @@ def test_a_later_last_milestone_reruns_only_the_last_segment(pretended):
         assert pretended.to_do() == {**dict.fromkeys(("train_2", "sample_2", "evaluate_2"), TRAININGS), **LAST_STAGES}
 
 
+def test_a_deleted_file_is_computed_again_although_the_report_exists(pretended):
+    results = pretended.folder / "results/tiny"
+    deleted = [results / "reference/reference.json", pretended.folder / FOLDER / "training.json"]
+    assert (results / "report.html").exists()
+    for path in deleted:
+        before = path.read_bytes()
+        path.unlink()
+        assert set(pretended.to_do()) > {"report"}, path
+        path.write_bytes(before)
+    assert pretended.to_do() == {}
+
+
 def test_settings_that_change_no_result_rerun_the_report_at_most(pretended):
     with (
         pretended.edited("tests/tiny.yaml", "checkpoint_every: 20", "checkpoint_every: 10"),

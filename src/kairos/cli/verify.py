@@ -60,6 +60,8 @@ def _verify_records(folder: Path, prints: bool = True) -> None:
         if is_hidden or is_timing or not (is_record or is_samples):
             continue
         remedy = f"delete {path} and run the workflow again"
+        if is_samples:
+            remedy += f" with this path as its target: snakemake … -- {path}"
         try:
             if is_samples:
                 open_samples(path)
