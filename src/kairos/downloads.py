@@ -93,8 +93,7 @@ def list_requirements(experiment: Experiment) -> list[Requirement]:
     requirements += _networks_and_captions(experiment)
     extractor = experiment.evaluation.extractor
     if isinstance(extractor, InceptionOptions):
-        needs_last_layer = any(metric.name == "isc" for metric in experiment.evaluation.metrics or [])
-        requirements.append(_inception(extractor.path, needs_last_layer))
+        requirements.append(_inception(extractor.path, experiment.evaluation.needs_logits))
     if isinstance(extractor, DinoOptions):
         requirements.append(_network("DINOv2", extractor.path, "evaluation.extractor.path", _TRANSFORMERS))
     return requirements
@@ -309,11 +308,12 @@ def _inception(configured: str | None, needs_last_layer: bool) -> Requirement:
     hash is treated as missing. The name of a configured file is not checked, as in `inception_weights.find_weights`,
     since its digits may be a date. Weights without the last layer cannot be used if `needs_last_layer` is True.
     """
-    path = Path(configured) if configured else inception_weights.default_path()
+    path = Path(configured) if configured else inception_weights.default_path(needs_last_layer)
     advice = f"put the file from {inception_weights.URL} there: {path}"
 
     def find() -> str | None:
-        current = Path(configured) if configured else inception_weights.default_path()  # a download may change it
+        # a download may change the default path
+        current = Path(configured) if configured else inception_weights.default_path(needs_last_layer)
         if not current.is_file():
             return None
         if needs_last_layer and current.name == inception_weights.NAME_WITHOUT_LAST_LAYER:
@@ -322,7 +322,7 @@ def _inception(configured: str | None, needs_last_layer: bool) -> Requirement:
         return str(current) if is_accepted else None
 
     def download() -> None:
-        inception_weights.download_weights()
+        inception_weights.download_weights(needs_last_layer)
 
     return Requirement(
         name="Inception weights",

@@ -119,13 +119,16 @@ def _build_extractor(arguments: argparse.Namespace, job: Job) -> None:
     # imported after the check of the experiment file, since it takes seconds
     from kairos import resource_usage
     from kairos.data.dataset import open_dataset
-    from kairos.evaluation import extractors
+    from kairos.evaluation import extractors, inception_weights
+    from kairos.evaluation.settings import InceptionOptions
 
     dataset = open_dataset(arguments.dataset or job.results / "dataset")
     extractor = experiment.evaluation.extractor
     extractor.load()  # imports the extractor's code now, so that the timing counts the imports as start-up
     set_up_device(experiment, "cpu")
     resource_usage.end_startup()
+    if isinstance(extractor, InceptionOptions) and not extractor.path and experiment.evaluation.needs_logits:
+        inception_weights.download_weights(needs_last_layer=True)  # nothing if it is there
     extractors.build_extractor(extractor, dataset, arguments.out or job.results / "extractor")
 
 

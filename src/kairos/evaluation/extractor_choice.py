@@ -134,15 +134,14 @@ def _check_weights(evaluation: EvaluationConfig) -> list[str]:
     """Return a list with a warning if the extractor's published weights will be downloaded, else an empty list.
 
     Raises:
-        ConfigError: the weights lack the last layer, which the Inception score needs.
+        ConfigError: the configured weights lack the last layer, which the Inception score needs.
         KairosError: the weights are missing and cannot be downloaded.
     """
     extractor = evaluation.extractor
     source: Path | str
     if isinstance(extractor, InceptionOptions):
-        source, is_present = inception_weights.find_weights(extractor.path)
-        needs_last_layer = any(metric.name == "isc" for metric in evaluation.metrics or [])
-        if needs_last_layer and source.name == inception_weights.NAME_WITHOUT_LAST_LAYER:
+        source, is_present = inception_weights.find_weights(extractor.path, evaluation.needs_logits)
+        if evaluation.needs_logits and source.name == inception_weights.NAME_WITHOUT_LAST_LAYER:
             raise ConfigError(inception_weights.missing_last_layer_message())
     elif isinstance(extractor, DinoOptions):
         source, is_present = inception_weights.find_network(extractor.path)

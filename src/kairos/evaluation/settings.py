@@ -520,6 +520,11 @@ class EvaluationConfig(Section):
         """Possible metrics that need only images. The reference holds real images, so it has no network to measure."""
         return [metric for metric in self.possible_metrics if "milestone" not in metric.needs]
 
+    @property
+    def needs_logits(self) -> bool:
+        """True if a listed metric needs the extractor's last layer, as the Inception score does."""
+        return any("logits" in metric.needs for metric in self.metrics or [])
+
     def metrics_for(self, extractor: str, heldout: bool) -> list[MetricOptions]:
         """Return the metrics to compute, with their options.
 
