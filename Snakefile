@@ -32,7 +32,7 @@ rule all:
     input:
         f"{RESULTS}/report.html",
         f"{RESULTS}/summary.csv",
-        layout.report_inputs(),  # to compute a file again that was deleted while the report exists
+        layout.input(*layout.report_inputs()),  # to compute a file again that was deleted while the report exists
         f"{RESULTS}/tracking.json" if layout.experiment.tracking.enabled else [],
 
 

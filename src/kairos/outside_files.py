@@ -19,16 +19,18 @@ _INDEX = Path(".kairos/outside_files.json")
 _SAVE_SECONDS = 30.0  # between two writes of the index, so that a killed process loses little
 
 
-def hash_contents(paths: Iterable[str]) -> str:
+def hash_contents(paths: Iterable[str], reads_files: bool = True) -> str | None:
     """Return the hash of files and of all files below folders, by names and contents; paths to them do not count.
 
     Hidden files and folders are left out, and links are followed, each folder once. A missing path counts as empty. A
     progress bar shows the files that are read. In a read-only project the index is not saved, and the
-    files are read each time.
+    files are read each time. With `reads_files` False no file is read, and the result is None if one would be.
     """
     index, saved = dict(glance(_INDEX)), time.monotonic()
     groups = [group for path in paths for group in _list_files(Path(path))]
     unread = [group for group in groups if index.get(group.key, [""])[0] != group.listing_hash]
+    if unread and not reads_files:
+        return None
     progress = ProgressBar(sum(len(group.listing) for group in unread), "outside files", "file") if unread else None
     for group in unread:
         hashes = []

@@ -32,7 +32,9 @@ class Stage:
         no_effect: parts of these fields that change no result of the stage, with the reason.
         code: modules that compute the results; all that they import is included, except `LEFT_OUT`.
         components: fields that select components, whose code is included.
-        of_run: True if every training run has results of its own; False: one result for the experiment.
+        record: path of the result's record in the folder of results, with the names of method, seed and snapshot.
+        content: fields of the record that describe the result, such as the hashes of its files.
+        of_run: True if every snapshot of a training run has results of its own; False: one result for the experiment.
     """
 
     name: str
@@ -41,9 +43,12 @@ class Stage:
     no_effect: Mapping[str, str] = field(default_factory=dict)
     code: tuple[str, ...] = ()
     components: tuple[str, ...] = ()
+    record: str = ""
+    content: tuple[str, ...] = ("files",)
     of_run: bool = False
 
 
+RUN_FOLDER = "methods/{method}/seed{seed}"  # folder of a training run below a folder of results
 COMPUTING = ("training.threads", "training.deterministic")  # they change the last bits of results
 NETWORK = ("model", "diffusion.process")
 
@@ -56,6 +61,8 @@ STAGES = (
             "dataset.low_resolution": "stage encode reduces the images",
         },
         code=("kairos.data.prepare",),
+        record="dataset/manifest.json",
+        content=("content_sha256",),
     ),
     Stage(
         "autoencoder",
@@ -66,14 +73,18 @@ STAGES = (
             "autoencoder.dtype": "latents on disk, of stage encode",
         },
         code=("kairos.autoencoders.train_or_load", "kairos.compute"),
+        record="autoencoder/manifest.json",
+        content=("sha256", "scaling_factor", "shift_factor"),
     ),
     Stage(
         "text",
         needs=("prepare",),
         fields=("text_encoder", *COMPUTING),
         code=("kairos.text_encoders.encode_captions", "kairos.compute"),
+        record="text/manifest.json",
+        content=("content_sha256",),
     ),
-    Stage(
+    ENCODE := Stage(
         "encode",
         needs=("prepare", "autoencoder", "text"),
         fields=(
@@ -84,15 +95,19 @@ STAGES = (
             *COMPUTING,
         ),
         code=("kairos.autoencoders.encode", "kairos.compute"),
+        record="latents/manifest.json",
+        content=("content_sha256",),
     ),
-    Stage(
+    EXTRACTOR := Stage(
         "extractor",
         needs=("prepare",),
         fields=("evaluation.extractor", *COMPUTING),
         code=("kairos.evaluation.extractors",),
         components=("evaluation.extractor",),
+        record="extractor/manifest.json",
+        content=("name", "metric", "sha256", "check"),
     ),
-    Stage(
+    REFERENCE := Stage(
         "reference",
         needs=("prepare", "autoencoder", "encode", "extractor"),
         fields=("evaluation", *COMPUTING),
@@ -102,6 +117,11 @@ STAGES = (
         },
         code=("kairos.evaluation.reference",),
         components=("evaluation.extractor", "evaluation.possible_image_metrics"),
+        record="reference/reference.json",
+        content=(
+            *("files", "rows", "extractor_hash", "reference", "metrics", "num_samples", "sets", "eval_seed"),
+            *("precision", "validation"),
+        ),
     ),
     TRAIN := Stage(
         "train",
@@ -129,6 +149,7 @@ STAGES = (
             "training.ema",
             "training.probes",
         ),
+        record=f"{RUN_FOLDER}/milestones/{{snapshot}}/milestone.json",
         of_run=True,
     ),
     Stage(
@@ -141,6 +162,7 @@ STAGES = (
         },
         code=("kairos.sampling.sample",),
         components=(*NETWORK, "sampling.scheduler"),
+        record=f"{RUN_FOLDER}/samples/{{snapshot}}.json",
         of_run=True,
     ),
     Stage(
@@ -154,6 +176,8 @@ STAGES = (
         ),  # reference.json fixes metrics, threads and seeds
         code=("kairos.evaluation.evaluate",),
         components=(*NETWORK, "evaluation.extractor", "evaluation.possible_metrics"),
+        record=f"{RUN_FOLDER}/evaluation/{{snapshot}}.json",
+        content=("metrics", "validation"),
         of_run=True,
     ),
 )
@@ -167,14 +191,15 @@ MEASURE = Stage(  # of an analysis that measures snapshots
     },
     code=("kairos.analyses.tables",),
     components=(*NETWORK, "analysis"),
+    record=f"{RUN_FOLDER}/analyses/{{analysis}}.{{snapshot}}.json",
     of_run=True,
 )
-ANALYSE = Stage(
+ANALYSE = Stage(  # of an analysis; `list_stages` sets what it needs
     "analyse",
-    needs=("train", "evaluate"),
     fields=("analysis", "methods"),
     code=("kairos.report.analysis_figures",),
     components=("analysis",),
+    record="analyses/{analysis}.json",
 )
 SUMMARIES = (
     Stage(
@@ -183,8 +208,9 @@ SUMMARIES = (
         fields=("*",),  # all sections
         no_effect={"tracking": "stage track imports the results", "plugins": "in the code of the methods"},
         code=("kairos.report.build",),
+        record="report.json",
     ),
-    Stage("track", needs=("report",), fields=("tracking",), code=("kairos.tracking.track",)),
+    Stage("track", needs=("report",), fields=("tracking",), code=("kairos.tracking.track",), record="tracking.json"),
 )
 
 RUN_FOLDERS = "methods/*/seed*"  # pattern of the folders of training runs below a folder of results
@@ -209,11 +235,11 @@ LEFT_OUT = {  # modules whose code changes no result, with the reason
     "kairos.slurm": "queries SLURM",
     "kairos.stages": "this table",
     "kairos.training.checkpoint": "stores a state, which is compared with its hash",
-    "kairos.training.identity": "compares runs",
     "kairos.training.job": "ends a run early; it resumes exactly",
     "kairos.training.launch": "starts the processes of a run",
     "kairos.training.provenance": "describes how a result was computed",
     "kairos.training.run_folder": "files of a run, which resumes exactly",
+    "kairos.validity": "compares results",
     "kairos_timesteps.components": "imports all components; the selected ones are included",
     "kairos_timesteps.errors": "raises errors",
     "kairos_timesteps.monitoring": "shows numbers",
@@ -235,11 +261,15 @@ def list_stages(experiment: Any) -> dict[str, Stage]:
         del stages["text"]
         stages["encode"] = replace(stages["encode"], needs=("prepare", "autoencoder"))
     for analysis in experiment.analyses:
-        for row in (MEASURE, ANALYSE) if analysis.reads == "milestone" else (ANALYSE,):
+        needs = {"milestone": (f"measure_{analysis.name}",), "strategies": ("train",), "evaluations": ("evaluate",)}
+        analyse = replace(ANALYSE, needs=needs.get(analysis.reads, ()))
+        for row in (MEASURE, analyse) if analysis.reads == "milestone" else (analyse,):
             name = f"{row.name}_{analysis.name}"
-            stages[name] = replace(row, name=name)
+            record = row.record.replace("{analysis}", analysis.name)
+            stages[name] = replace(row, name=name, record=record)
     report, track = SUMMARIES
-    stages["report"] = report
+    analyses = (f"analyse_{analysis.name}" for analysis in experiment.analyses)
+    stages["report"] = replace(report, needs=(*report.needs, *analyses))
     if experiment.tracking.enabled:
         stages["track"] = track
     return stages
@@ -247,7 +277,7 @@ def list_stages(experiment: Any) -> dict[str, Stage]:
 
 def run_folder(results: Path | str, method: str, seed: int | str) -> Path:
     """Return the folder of a training run below a folder of results."""
-    return Path(results, "methods", method, f"seed{seed}")
+    return Path(results, RUN_FOLDER.format(method=method, seed=seed))
 
 
 def list_sections(experiment: Any, stage: Stage, method: str | None = None) -> Sections:

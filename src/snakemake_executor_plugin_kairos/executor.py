@@ -34,7 +34,7 @@ from kairos.progress import duration, log
 from kairos.slurm import PENDING_STATES, job_name, job_records_folder, plain_environment, query_queue, run_command
 from kairos.training.job import read_progress
 from kairos.workflow import batch_script
-from kairos.workflow.layout import Layout, load_frozen_layout
+from kairos.workflow.layout import OUTDATED, Layout, load_frozen_layout
 from kairos.workflow.snakemake_private import prevent_retry
 
 _QUERY_INTERVAL = 5  # seconds between queries of the queue
@@ -243,14 +243,6 @@ class Executor(plugin.Executor):
             prevent_retry(job_info.job)
         super().report_job_error(job_info, msg=msg, **keywords)
         self._last_event = time.monotonic()
-
-    def handle_job_error(self, job: Any) -> None:
-        """Delete Snakemake's metadata of a failed job, whose outputs Snakemake has deleted already."""
-        # with metadata, the next controller would assume that the user has deleted the outputs, and would restart
-        # training runs
-        super().handle_job_error(job)
-        for single in _single_jobs(job):
-            self.workflow.persistence.cleanup(single)
 
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncIterator[SubmittedJobInfo]:
         """Report the jobs that have ended, and yield all other jobs, which Snakemake checks again later.
@@ -461,12 +453,14 @@ def _describe_work(job: Any, group_outputs: list[str]) -> dict[str, Any]:
     """Return everything that decides a job's outputs: parameters as Snakemake compares them, and content of inputs.
 
     ``params`` is a list of texts, and ``inputs`` contains the result of `_describe_file` by path. Outputs of the job's
-    group are left out of the inputs: they may or may not exist at the time of a comparison.
+    group are left out of the inputs: they may or may not exist at the time of a comparison. So is the file that marks
+    outdated results, which every controller writes anew.
 
     Raises:
         FileNotFoundError: an input does not exist.
     """
-    inputs = {str(path): _describe_file(Path(path)) for path in job.input if path not in group_outputs}
+    left_out = {*group_outputs, OUTDATED.as_posix()}
+    inputs = {str(path): _describe_file(Path(path)) for path in job.input if path not in left_out}
     return {"params": [repr(value) for value in job.non_derived_params], "inputs": inputs}
 
 

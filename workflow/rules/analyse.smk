@@ -1,6 +1,6 @@
 # Analyses of the experiment, one table and one figure each. An analysis reads measurements at snapshots, which are one
-# job each, or records of training runs. The measurement at a training run's last snapshot waits for the end of the
-# training run, which writes the optimizer's state.
+# job each, or records of training runs. The measurement at a training run's last snapshot reads the optimizer's state
+# in the last checkpoint, which the training run publishes with this snapshot.
 
 
 for name in layout.analyses:
@@ -11,11 +11,11 @@ for name in layout.analyses:
             name:
                 f"measure_{name}"
             input:
-                f"{TRAINING}/milestones/{{step}}/milestone.json",
-                layout.training_end,
-                f"{RESULTS}/latents/manifest.json",
+                layout.outdated(f"measure_{name}"),
+                layout.input(f"{TRAINING}/milestones/{{step}}/milestone.json"),
+                layout.input(f"{RESULTS}/latents/manifest.json"),
             output:
-                f"{TRAINING}/analyses/{name}.{{step}}.csv",
+                update(f"{TRAINING}/analyses/{name}.{{step}}.json"),
             log:
                 f"{RESULTS}/logs/measure_{name}_{{method}}_seed{{seed}}_{{step}}.log",
             wildcard_constraints:
@@ -29,7 +29,7 @@ for name in layout.analyses:
                 runtime=scaled_by_attempt(240),
                 gpu=layout.gpus_per_job,
             params:
-                **layout.rule_params(f"measure_{name}"),
+                **layout.params(f"measure_{name}"),
                 name=name,
             shell:
                 "kairos analyse --config {params.config} --analysis {params.name} --method {wildcards.method}"
@@ -39,10 +39,11 @@ for name in layout.analyses:
         name:
             f"analyse_{name}"
         input:
-            layout.analysis_inputs(name),
+            layout.outdated(f"analyse_{name}"),
+            layout.input(*layout.analysis_inputs(name)),
         output:
-            f"{RESULTS}/analyses/{name}.csv",
-            report(f"{RESULTS}/analyses/{name}.png", category="Analyses"),
+            update(f"{RESULTS}/analyses/{name}.json"),
+            report(update(f"{RESULTS}/analyses/{name}.png"), category="Analyses"),
         log:
             f"{RESULTS}/logs/analyse_{name}.log",
         localrule: True
@@ -53,7 +54,7 @@ for name in layout.analyses:
             runtime=scaled_by_attempt(30),
             gpu=0,
         params:
-            **layout.rule_params(f"analyse_{name}"),
+            **layout.params(f"analyse_{name}"),
             name=name,
         shell:
             "kairos analyse --config {params.config} --analysis {params.name} 2>&1 | tee {log}"

@@ -8,7 +8,7 @@ if layout.shards("encode"):
 
     rule encode_shards:
         input:
-            ENCODE_INPUTS,
+            layout.input(*ENCODE_INPUTS),
         output:
             temp(directory(layout.shard_path("encode", "{shard}"))),
         log:
@@ -22,17 +22,18 @@ if layout.shards("encode"):
             runtime=scaled_by_attempt(240),
             gpu=CODING_GPUS,
         params:
-            **layout.rule_params("encode"),
+            **layout.params("encode"),
         shell:
             "kairos encode --config {params.config} --shard {wildcards.shard} 2>&1 | tee {log}"
 
 
 rule encode:
     input:
-        ENCODE_INPUTS,
+        layout.outdated("encode"),
+        layout.input(*ENCODE_INPUTS),
         shards=[layout.shard_path("encode", shard) for shard in layout.shards("encode")],
     output:
-        f"{RESULTS}/latents/manifest.json",
+        update(f"{RESULTS}/latents/manifest.json"),
     log:
         f"{RESULTS}/logs/encode.log",
     priority: layout.shared_priority
@@ -44,6 +45,6 @@ rule encode:
         runtime=scaled_by_attempt(240),
         gpu=0 if layout.shards("encode") else CODING_GPUS,
     params:
-        **layout.rule_params("encode"),
+        **layout.params("encode"),
     shell:
         "kairos encode --config {params.config} 2>&1 | tee {log}"

@@ -7,14 +7,14 @@ for segment in layout.segments:
         name:
             f"evaluate{segment.suffix}"
         input:
-            [f"{TRAINING}/samples/{step}.npz" for step in segment.snapshots],
-            [f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots],
-            f"{RESULTS}/latents/manifest.json",
-            f"{RESULTS}/extractor/manifest.json",
-            f"{RESULTS}/reference/reference.json",
+            layout.outdated("evaluate", segment),
+            layout.input(*(f"{TRAINING}/samples/{step}.json" for step in segment.snapshots)),
+            layout.input(*(f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots)),
+            layout.input(f"{RESULTS}/latents/manifest.json"),
+            layout.input(f"{RESULTS}/extractor/manifest.json"),
+            layout.input(f"{RESULTS}/reference/reference.json"),
         output:
-            records=[f"{TRAINING}/evaluation/{step}.json" for step in segment.snapshots],
-            sums=layout.checksum_file("evaluate", "{method}", "{seed}", segment),
+            update([f"{TRAINING}/evaluation/{step}.json" for step in segment.snapshots]),
         log:
             f"{RESULTS}/logs/evaluate_{{method}}_seed{{seed}}{segment.suffix}.log",
         priority: layout.priority("evaluate")
@@ -28,8 +28,8 @@ for segment in layout.segments:
             runtime=scaled_by_attempt(120),
             gpu=layout.gpus_per_job,
         params:
-            **layout.rule_params("evaluate"),
+            **layout.params("evaluate"),
             segment=segment.number,
         shell:
             "kairos evaluate --config {params.config} --method {wildcards.method} --seed {wildcards.seed}"
-            " --segment {params.segment} 2>&1 | tee {log} && cksum {output.records} > {output.sums}"
+            " --segment {params.segment} 2>&1 | tee {log}"

@@ -2,8 +2,10 @@
 
 
 rule prepare:
+    input:
+        layout.outdated("prepare"),
     output:
-        f"{RESULTS}/dataset/manifest.json",
+        update(f"{RESULTS}/dataset/manifest.json"),
     log:
         f"{RESULTS}/logs/prepare.log",
     priority: layout.shared_priority
@@ -14,6 +16,6 @@ rule prepare:
         mem_mb=scaled_by_attempt(4000),
         runtime=scaled_by_attempt(120),
     params:
-        **layout.rule_params("prepare"),
+        **layout.params("prepare"),
     shell:
         "kairos prepare --config {params.config} 2>&1 | tee {log}"

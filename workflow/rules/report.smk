@@ -3,8 +3,10 @@
 
 rule report:
     input:
-        layout.report_inputs(),
+        layout.outdated("report"),
+        layout.input(*layout.report_inputs()),
     output:
+        update(f"{RESULTS}/report.json"),
         page=f"{RESULTS}/report.html",
         table=report(f"{RESULTS}/summary.csv", caption="../report/summary.rst", category="Table"),
         published=[f"{RESULTS}/published.csv"] if layout.experiment.published else [],
@@ -23,6 +25,6 @@ rule report:
         mem_mb=2000,
         runtime=30,
     params:
-        **layout.rule_params("report"),
+        **layout.params("report"),
     shell:
         "kairos report --config {params.config} 2>&1 | tee {log}"

@@ -16,7 +16,7 @@ for segment in layout.segments:
             name:
                 f"sample_shards{segment.suffix}"
             input:
-                SAMPLE_INPUTS,
+                layout.input(*SAMPLE_INPUTS),
             output:
                 images=[
                     temp(layout.shard_path("sample", "{shard}", "{method}", "{seed}", step))
@@ -33,7 +33,7 @@ for segment in layout.segments:
                 runtime=scaled_by_attempt(240),
                 gpu=layout.gpus_per_job,
             params:
-                **layout.rule_params("sample"),
+                **layout.params("sample"),
                 segment=segment.number,
             shell:
                 "kairos sample --config {params.config} --method {wildcards.method} --seed {wildcards.seed}"
@@ -43,21 +43,21 @@ for segment in layout.segments:
         name:
             f"sample{segment.suffix}"
         input:
-            SAMPLE_INPUTS,
+            layout.outdated("sample", segment),
+            layout.input(*SAMPLE_INPUTS),
             shards=[
                 layout.shard_path("sample", shard, "{method}", "{seed}", step)
                 for step in segment.snapshots
                 for shard in layout.shards("sample")
             ],
         output:
-            images=[f"{TRAINING}/samples/{step}.npz" for step in segment.snapshots],
-            grids=report(
-                [f"{TRAINING}/samples/{step}.png" for step in segment.snapshots],
+            update([f"{TRAINING}/samples/{step}.json" for step in segment.snapshots]),
+            report(
+                update([f"{TRAINING}/samples/{step}.png" for step in segment.snapshots]),
                 caption="../report/samples.rst",
                 category="Samples",
                 labels={"method": "{method}", "seed": "{seed}"},
             ),
-            sums=layout.checksum_file("sample", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.suffix}.log",
         priority: layout.priority("sample")
@@ -71,8 +71,8 @@ for segment in layout.segments:
             runtime=scaled_by_attempt(240),
             gpu=layout.gpus_per_job,
         params:
-            **layout.rule_params("sample"),
+            **layout.params("sample"),
             segment=segment.number,
         shell:
             "kairos sample --config {params.config} --method {wildcards.method} --seed {wildcards.seed}"
-            " --segment {params.segment} 2>&1 | tee {log} && cksum {output.images} {output.grids} > {output.sums}"
+            " --segment {params.segment} 2>&1 | tee {log}"

@@ -25,10 +25,10 @@ for name, (read, resources_of_stage) in ((name, SHARED[name]) for name in SHARED
         name:
             name
         input:
-            [f"{RESULTS}/{folder}/manifest.json" for folder in read],
-            outside=layout.external_reference if name == "reference" else [],
+            layout.outdated(name),
+            layout.input(*(f"{RESULTS}/{folder}/manifest.json" for folder in read)),
         output:
-            f"{RESULTS}/{name}/{'reference' if name == 'reference' else 'manifest'}.json",
+            update(f"{RESULTS}/{name}/{'reference' if name == 'reference' else 'manifest'}.json"),
         log:
             f"{RESULTS}/logs/{name}.log",
         priority: layout.shared_priority
@@ -38,7 +38,7 @@ for name, (read, resources_of_stage) in ((name, SHARED[name]) for name in SHARED
         resources:
             **resources_of_stage,
         params:
-            **layout.rule_params(name),
+            **layout.params(name),
             stage=name,
         shell:
             "kairos {params.stage} --config {params.config} 2>&1 | tee {log}"

@@ -7,11 +7,10 @@ localrules:
 
 rule track:
     input:
-        layout.report_inputs(),
-        table=f"{RESULTS}/summary.csv",
-        figures=f"{RESULTS}/figures",
+        layout.outdated("track"),
+        layout.input(f"{RESULTS}/report.json"),
     output:
-        f"{RESULTS}/tracking.json",
+        update(f"{RESULTS}/tracking.json"),
     log:
         f"{RESULTS}/logs/track.log",
     conda:
@@ -20,6 +19,6 @@ rule track:
         mem_mb=2000,
         runtime=60,
     params:
-        **layout.rule_params("track"),
+        **layout.params("track"),
     shell:
         "kairos track --config {params.config} 2>&1 | tee {log}"

@@ -8,13 +8,12 @@ for segment in layout.segments:
         name:
             f"train{segment.suffix}"
         input:
-            latents=f"{RESULTS}/latents/manifest.json",
-            start=layout.start_weights,
-            before=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.previous],
+            layout.outdated("train", segment),
+            latents=layout.input(f"{RESULTS}/latents/manifest.json"),
+            before=layout.input(*(f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.previous)),
         output:
-            milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots],
-            end=[f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl") if segment.is_last],
-            sums=layout.checksum_file("train", "{method}", "{seed}", segment),
+            update([f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots]),
+            update([f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl") if segment.is_last]),
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.suffix}.log",
         priority: layout.priority("train")
@@ -26,10 +25,8 @@ for segment in layout.segments:
         resources:
             **training_resources(layout.experiment),
         params:
-            **layout.rule_params("train"),  # config, and what makes the job run again: fields and code
+            **layout.params("train"),
             segment=segment.number,
-            steps=list(segment.steps),  # other steps run the job again
         shell:
             "trap '' HUP; trap : TERM INT; kairos train --config {params.config} --method {wildcards.method}"
             " --seed {wildcards.seed} --segment {params.segment} 2>&1 | (trap '' TERM INT; exec tee {log})"
-            " && cksum {output.milestones} {output.end} > {output.sums}"

@@ -43,7 +43,9 @@ COMMANDS = {
     "status": ("kairos.cli.status", "print the state of every training run: queued, running, failed, complete"),
     "strategies": ("kairos.cli.strategies", "list timestep strategies, or show density and weights of one"),
     "doctor": ("kairos.cli.doctor", "check software, devices and cluster of this machine"),
-    "ledger": ("kairos.cli.ledger", "maintain the records of Snakemake and DVC: fingerprints, record, adopt"),
+    "accept": ("kairos.cli.accept", "keep results whose code alone has changed"),
+    "discard": ("kairos.cli.accept", "delete records and states, so that results are computed anew"),
+    "record": ("kairos.cli.record", "write the content of all results to a file for git, see kairos verify --against"),
 }
 
 # messages for errors of the operating system whose own messages do not help

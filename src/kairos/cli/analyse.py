@@ -53,27 +53,40 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos import resource_usage
     from kairos.analyses import tables
     from kairos.analyses.settings import snapshot_table_path
+    from kairos.validity import Result
 
     analysis.load()  # its imports belong to start-up
     results = arguments.results or job.results
     if step is None:
         from kairos.report.analysis_figures import write_analysis  # imports matplotlib, which measurements do not need
 
-        resource_usage.end_startup()
-        write_analysis(analysis, job.experiment, results)
+        result = Result(f"analyse_{analysis.name}")
+        files = tuple(results / "analyses" / f"{analysis.name}.{suffix}" for suffix in ("csv", "png"))
         timing_file = job.layout.timing_file(f"analyse_{analysis.name}")
     else:
-        resource_usage.end_startup()
-        tables.measure_snapshot(
-            analysis,
-            snapshot=results / job.run_folder.relative_to(job.results) / "milestones" / step_name(step),
-            latents=results / "latents",
-            out=Path(snapshot_table_path(results, analysis.name, arguments.method, arguments.seed, step)),
-            device=set_up_device(job.experiment),
-        )
-        name = f"measure_{analysis.name}.{job.method}.seed{job.seed}.{step_name(step)}"
-        timing_file = job.layout.timing_file(name)
-    write_timing(arguments, None if arguments.results else Path(timing_file))
+        name = step_name(step)
+        result = Result(f"measure_{analysis.name}", job.method, job.seed, name)
+        files = (Path(snapshot_table_path(results, analysis.name, arguments.method, arguments.seed, step)),)
+        timing_file = job.layout.timing_file(f"measure_{analysis.name}.{job.method}.seed{job.seed}.{name}")
+    resource_usage.end_startup()
+
+    def write() -> None:
+        if step is None:
+            write_analysis(analysis, job.experiment, results)
+        else:
+            tables.measure_snapshot(
+                analysis,
+                snapshot=results / job.run_folder.relative_to(job.results) / "milestones" / step_name(step),
+                latents=results / "latents",
+                out=files[0],
+                device=set_up_device(job.experiment),
+            )
+        write_timing(arguments, None if arguments.results else Path(timing_file))
+
+    if arguments.results:  # not the folder of the pipeline
+        write()
+    else:
+        job.compute(result, write, files)
 
 
 def _select_analysis(arguments: argparse.Namespace, experiment: "Experiment") -> "AnalysisOptions":

@@ -61,28 +61,37 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.cli.jobs import open_job
     from kairos.data.dataset import open_dataset
     from kairos.progress import log
+    from kairos.validity import Result
 
     job, command = open_job(arguments), arguments.command
     experiment, results = job.experiment, job.results
-    uses_defaults = command == "encode" and not (arguments.out or arguments.dataset or arguments.autoencoder)
-    if uses_defaults and not arguments.merge:
+    # folders that an option sets are not those of the pipeline
+    is_of_pipeline = not any(getattr(arguments, name) for name in ("out", *_INPUTS[command]))
+    if command == "encode" and is_of_pipeline and not arguments.merge:
         arguments.merge = job.list_finished_shards()
     out = arguments.out or results / _OUTPUTS[command]
     if job.shard is not None and arguments.out is None:
         out = Path(job.layout.shard_path("encode", job.shard.name))
-    if command == "prepare":
-        description, facts = _prepare_dataset(experiment, out, job.layout.hash_outside_files("prepare"))
-    else:
-        dataset = open_dataset(arguments.dataset or results / "dataset")
-        device = _choose_device(arguments, experiment)
-        if command == "autoencoder":
-            description, facts = _make_autoencoder(experiment, dataset, out, device)
-        elif command == "text":
-            description, facts = _encode_captions(experiment, dataset, out, device)
+
+    def write() -> None:
+        if command == "prepare":
+            description, facts = _prepare_dataset(experiment, out)
         else:
-            description, facts = _encode_images(arguments, experiment, dataset, out, device)
-    log(f"{out}: {description}")
-    write_timing(arguments, None if arguments.out else job.timing_file, **facts)
+            dataset = open_dataset(arguments.dataset or results / "dataset")
+            device = _choose_device(arguments, experiment)
+            if command == "autoencoder":
+                description, facts = _make_autoencoder(experiment, dataset, out, device)
+            elif command == "text":
+                description, facts = _encode_captions(experiment, dataset, out, device)
+            else:
+                description, facts = _encode_images(arguments, experiment, dataset, out, device)
+        log(f"{out}: {description}")
+        write_timing(arguments, None if arguments.out else job.timing_file, **facts)
+
+    if is_of_pipeline and job.shard is None:
+        job.compute(Result(command), write)
+    else:
+        write()
 
 
 def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "torch.device":
@@ -98,10 +107,10 @@ def _choose_device(arguments: argparse.Namespace, experiment: "Experiment") -> "
     return set_up_device(experiment, "cpu" if computes_no_network else None)
 
 
-def _prepare_dataset(experiment: "Experiment", out: Path, source_hash: str | None) -> Outcome:
+def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
     """Prepare images and captions of the data set, and write them to `out`, where earlier files are deleted first.
 
-    Start-up ends as soon as the source is open. The record contains `source_hash`, the hash of the user's files.
+    Start-up ends as soon as the source is open.
 
     Returns:
         A description for the log, and the timing entry `images`: the number of images, held-out ones included.
@@ -111,7 +120,7 @@ def _prepare_dataset(experiment: "Experiment", out: Path, source_hash: str | Non
 
     source = open_source(experiment.dataset)
     resource_usage.end_startup()
-    manifest = write_dataset(experiment.dataset, source, out, source_hash)
+    manifest = write_dataset(experiment.dataset, source, out)
     size = f"{manifest['height']}×{manifest['width']}×{manifest['channels']}"
     description = f"{manifest['train_count']} training and {manifest['heldout_count']} held-out images of {size}"
     if "captions" in manifest:

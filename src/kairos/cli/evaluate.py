@@ -92,12 +92,22 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.command == "evaluate":
         _evaluate(arguments)
         return
+    from kairos.validity import Result
+
     job = open_job(arguments)
-    if arguments.command == "extractor":
-        _build_extractor(arguments, job)
+
+    def write() -> None:
+        if arguments.command == "extractor":
+            _build_extractor(arguments, job)
+        else:
+            _build_reference(arguments, job)
+        write_timing(arguments, None if arguments.out else job.timing_file)
+
+    # folders that an option sets are not those of the pipeline
+    if any(getattr(arguments, name, None) for name in ("out", "dataset", "autoencoder", "latents", "extractor")):
+        write()
     else:
-        _build_reference(arguments, job)
-    write_timing(arguments, None if arguments.out else job.timing_file)
+        job.compute(Result(arguments.command), write)
 
 
 def _build_extractor(arguments: argparse.Namespace, job: Job) -> None:
@@ -203,21 +213,26 @@ def _evaluate_run(arguments: argparse.Namespace, job: Job) -> None:
         KairosError: a file is missing or damaged, or files do not belong together.
     """
     from kairos.evaluation import evaluate
+    from kairos.validity import Result
 
     folder, results = job.run_folder, job.results
-    jobs = [
-        evaluate.EvaluationJob(
-            samples=folder / "samples" / f"{snapshot}.npz",
-            out=folder / "evaluation" / f"{snapshot}.json",
-            milestone=folder / "milestones" / snapshot,
+    outdated = job.select_outdated([Result("evaluate", job.method, job.seed, name) for name in job.snapshots])
+    if not outdated:
+        return
+    jobs = {}
+    for result in outdated:
+        evaluation_job = evaluate.EvaluationJob(
+            samples=folder / "samples" / f"{result.snapshot}.npz",
+            out=folder / "evaluation" / f"{result.snapshot}.json",
+            milestone=folder / "milestones" / str(result.snapshot),
         )
-        for snapshot in job.snapshots
-    ]
+        jobs[evaluation_job] = result
     evaluate.run(
-        jobs,
+        list(jobs),
         results / "reference" / "reference.json",
         extractor=results / "extractor",
         latents=results / "latents",
         device=arguments.device,
+        finished=lambda evaluation_job: job.record(jobs[evaluation_job], outdated[jobs[evaluation_job]]),
     )
     write_timing(arguments, job.timing_file, files=len(jobs))

@@ -1,15 +1,21 @@
 """Job of the pipeline: its experiment, stage, training run, segment and shard, from the arguments of a command."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kairos.cli.common import add_config, demand_option
+from kairos.files import glance, sha256_file, write_record
+from kairos.progress import log
 from kairos.shards import Shard
+from kairos_timesteps.errors import ConfigError
 
 if TYPE_CHECKING:
     from kairos.config import Experiment
+    from kairos.validity import Result, Validity
     from kairos.workflow.layout import Layout, Segment
 
 
@@ -51,6 +57,68 @@ class Job:
     def snapshots(self) -> list[str]:
         """Names of the segment's snapshots, or of all snapshots of the run."""
         return self.segment.snapshots if self.segment else self.layout.snapshots
+
+    @cached_property
+    def validity(self) -> "Validity":
+        """Present settings, code and inputs of the experiment's results."""
+        from kairos.validity import Validity
+
+        return Validity(self.experiment, self.results, reads_outside=True)
+
+    def compute(self, result: "Result", write: Callable[[], None], files: tuple[Path, ...] = ()) -> None:
+        """Compute a result and record what it was computed from, unless it is up to date, see `select_outdated`.
+
+        Args:
+            result: the result.
+            write: function that writes the files of the result.
+            files: files of which the record contains the hashes; empty: `write` writes the record itself.
+        """
+        for computed_from in self.select_outdated([result]).values():
+            write()
+            self.record(result, computed_from, *files)
+
+    def select_outdated(self, results: list["Result"]) -> dict["Result", dict[str, Any]]:
+        """Return the results that have to be computed, with what they will be computed from; log the others.
+
+        A result has to be computed unless its files exist, and settings, code and inputs are those in its record.
+
+        Raises:
+            ConfigError: the code has changed since the pipeline planned the job.
+        """
+        outdated = {}
+        for result in results:
+            if self.validity.is_unchanged(result):
+                log(f"{self.validity.path(result)}: settings, code and inputs are unchanged, nothing to compute")
+            else:
+                outdated[result] = self.validity.describe(result)
+                self.check_plan(result.stage, outdated[result]["key"])
+        return outdated
+
+    def record(self, result: "Result", computed_from: dict[str, Any], *files: Path) -> None:
+        """Record what a result was computed from, and the hashes of its files if its stage writes no record itself."""
+        path = self.validity.path(result)
+        if files:
+            hashes = {file.relative_to(path.parent).as_posix(): sha256_file(file) for file in files}
+            write_record(path, {"files": hashes})
+        self.validity.sign(result, computed_from)
+
+    def check_plan(self, name: str, key: str) -> None:
+        """Check that the pipeline has planned a job with the code that the job imports.
+
+        Args:
+            name: name of the stage or, of training, ``train.METHOD``.
+            key: the stage's key in this process.
+
+        Raises:
+            ConfigError: another key was planned.
+        """
+        from kairos.workflow.layout import plan_file
+
+        planned = glance(plan_file(self.layout.config_file)).get(name)  # none: the job was called by hand
+        if planned not in (None, key):
+            raise ConfigError(
+                f"{name}: code or files outside of the results have changed since this run began; run again"
+            )
 
     @property
     def timing_file(self) -> Path | None:

@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace) -> None:
         KairosError: results are missing. `report` with PATH accepts that, unless no training run has results.
     """
     from kairos import resource_usage
+    from kairos.files import read_record, sha256_file, write_record
+    from kairos.validity import Result, Validity
 
     experiment, default_results = load_experiment_at(arguments.path or arguments.config)  # the parser requires one
     results = arguments.results or default_results
@@ -42,10 +44,20 @@ def run(arguments: argparse.Namespace) -> None:
         from kairos.report.build import build_report
 
         resource_usage.end_startup()
+        validity = Validity(experiment, results)
+        computed_from = validity.describe(Result("report"))
         page = build_report(experiment, results, unfinished=arguments.path is not None)
         print(f"report: {page}")
+        if page.name == "report.html":
+            files = {name: sha256_file(results / name) for name in (page.name, "summary.csv")}
+            write_record(results / "report.json", {"files": files, "computed_from": computed_from})
     else:
         from kairos.tracking.track import track
 
-        track(experiment, results, arguments.out or results / "tracking.json")  # marks the end of start-up itself
+        validity = Validity(experiment, results)
+        computed_from = validity.describe(Result("track"))
+        out = arguments.out or results / "tracking.json"
+        track(experiment, results, out)  # marks the end of start-up itself
+        if read_record(out)["imported"]:  # otherwise the next run of the pipeline imports again
+            write_record(out, {**read_record(out), "computed_from": computed_from})
     write_timing(arguments, results / "logs" / f"{arguments.command}.timing.json" if arguments.config else None)

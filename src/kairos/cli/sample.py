@@ -135,16 +135,21 @@ def _sample_run(arguments: argparse.Namespace, job: Job) -> None:
         KairosError: a file is missing or damaged; the files of earlier snapshots remain.
     """
     from kairos.sampling import sample
+    from kairos.validity import Result
 
     experiment, folder = job.experiment, job.run_folder
-    jobs = []
-    for snapshot in job.snapshots:
-        out, grid = folder / "samples" / f"{snapshot}.npz", folder / "samples" / f"{snapshot}.png"
+    results = [Result("sample", job.method, job.seed, name) for name in job.snapshots]
+    # a shard is no result
+    outdated = job.select_outdated(results) if job.shard is None else {result: {} for result in results}
+    jobs = {}
+    for result in outdated:
+        name = str(result.snapshot)
+        out, grid = folder / "samples" / f"{name}.npz", folder / "samples" / f"{name}.png"
         if job.shard is not None:
             seed = str(job.seed)
-            out = Path(job.layout.shard_path("sample", job.shard.name, str(job.method), seed, snapshot))
-        shards = tuple(job.list_finished_shards(snapshot))
-        jobs.append(sample.SamplingJob(folder / "milestones" / snapshot, out, None if job.shard else grid, shards))
+            out = Path(job.layout.shard_path("sample", job.shard.name, str(job.method), seed, name))
+        shards = tuple(job.list_finished_shards(name))
+        jobs[sample.SamplingJob(folder / "milestones" / name, out, None if job.shard else grid, shards)] = result
     overrides = experiment.sampling.model_dump(mode="json", exclude={"shards", "seed"})
     image_count = experiment.evaluation.num_samples * experiment.evaluation.sets
     request = sample.SamplingRequest(
@@ -156,8 +161,15 @@ def _sample_run(arguments: argparse.Namespace, job: Job) -> None:
         shard=job.shard,
         device=arguments.device,
     )
-    sample.run(jobs, request)
-    write_timing(arguments, job.timing_file, milestones=len(jobs), images=image_count * len(jobs))
+
+    def record(sampling_job: sample.SamplingJob) -> None:
+        if job.shard is None and sampling_job.grid is not None:
+            result = jobs[sampling_job]
+            job.record(result, outdated[result], sampling_job.out, sampling_job.grid)
+
+    sample.run(list(jobs), request, finished=record)
+    if jobs:
+        write_timing(arguments, job.timing_file, milestones=len(jobs), images=image_count * len(jobs))
 
 
 def _check_overrides(overrides: dict[str, Any]) -> None:

@@ -124,6 +124,7 @@ def _train_in_this_process(
     latents = arguments.latents or job.results / "latents"
     run_settings = experiment.run_settings(method, seed)
     check_unedited(arguments.config, method, run_settings.method)
+    job.check_plan(f"train.{method}", job.validity.describe_stage("train", method)["key"])
     import_components(run_settings)  # now, so that the timing counts the imports as start-up
     resource_usage.end_startup()
     with reporting(experiment, method, seed, out), staged(latents) as local_latents:

@@ -4,7 +4,8 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-_RECORDS = ("manifest.json", "reference.json", "milestone.json", "training.json")
+_RECORDS = ("manifest.json", "reference.json", "milestone.json", "training.json", "report.json", "tracking.json")
+_FOLDERS = ("samples", "evaluation", "analyses")  # folders with records that have the names of snapshots or analyses
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -12,7 +13,10 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group(required=True)
     folder = "folder of results, of a stage, a training run or a snapshot"
     group.add_argument("folder", type=Path, nargs="?", metavar="D", help=folder)
-    group.add_argument("--against", type=Path, metavar="LOCK", help="compare all results with a dvc.lock")
+    recording = "compare all results of params.yaml, or of --config, with a file of kairos record"
+    group.add_argument("--against", type=Path, metavar="F", help=recording)
+    add = parser.add_argument
+    add("--config", type=Path, default=Path("params.yaml"), metavar="F", help="experiment file of --against")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -29,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     folder = arguments.folder
     if arguments.against:
-        _compare_with_recording(arguments.against)
+        _compare_with_recording(arguments.against, arguments.config)
     elif (folder / "milestone.json").exists():
         record = check_milestone(folder)
         for name, digest in sorted(record["files"].items()):
@@ -54,7 +58,7 @@ def _verify_records(folder: Path, prints: bool = True) -> None:
     problems = []
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        is_record = path.name in _RECORDS or (path.suffix == ".json" and path.parent.name == "evaluation")
+        is_record = path.name in _RECORDS or (path.suffix == ".json" and path.parent.name in _FOLDERS)
         is_samples = path.suffix == ".npz" and path.parent.name == "samples"
         is_timing = path.parent.name == "timing"  # a job's time, named after its stage, without a checksum
         if is_hidden or is_timing or not (is_record or is_samples):
@@ -73,7 +77,7 @@ def _verify_records(folder: Path, prints: bool = True) -> None:
         except KairosError as error:
             problems.append(f"{error}; {remedy}" if is_samples else str(error))
         else:
-            counts[path.parent.name if path.parent.name in ("evaluation", "samples") else path.name] += 1
+            counts[path.parent.name if path.parent.name in _FOLDERS else path.name] += 1
     if not counts and not problems:
         raise KairosError(f"{folder}: no record there; pass a folder of results, a stage, a training run or a snapshot")
     for name, count in sorted(counts.items()):
@@ -124,25 +128,25 @@ def _check_components(folder: Path) -> dict[str, str]:
     return digests
 
 
-def _compare_with_recording(lock: Path) -> None:
-    """Compare all results with the hashes in a dvc.lock; print the results that are not equal, and numbers by state.
+def _compare_with_recording(recording: Path, config: Path) -> None:
+    """Compare all results with a recording; print the results that are not equal, and numbers by state.
 
-    The states are ``same``, ``differs``, ``missing`` and ``not compared``. Results that were not
-    compared are printed, too.
+    The states are ``same``, ``differs`` and ``missing``.
 
     Raises:
-        KairosError: a result differs or is missing, and the message has the numbers; or the dvc.lock cannot be read.
+        KairosError: a result differs or is missing, and the message has the numbers; or the recording cannot be read.
     """
-    from kairos.workflow.dvc_records import compare
+    from kairos.cli.common import load_experiment_at
+    from kairos.workflow.recording import compare
     from kairos_timesteps.errors import KairosError
 
-    counts: Counter[str] = Counter()  # keys are states: same, differs, missing, not compared
-    for path, state, reason in compare(lock):
+    counts: Counter[str] = Counter()
+    for path, state, reason in compare(recording, *load_experiment_at(config)):
         counts[state] += 1
         if state != "same":
             explanation = f", {reason}" if reason else ""
             print(f"{path}: {state}{explanation}")
     summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     if counts["differs"] or counts["missing"]:
-        raise KairosError(f"results differ from {lock}: {summary}")
-    print(f"results are equal to {lock}: {summary}")
+        raise KairosError(f"results differ from {recording}: {summary}")
+    print(f"results are equal to {recording}: {summary}")

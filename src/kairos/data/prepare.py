@@ -158,17 +158,16 @@ def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
     return write_dataset(config, open_source(config), out)
 
 
-def write_dataset(config: DatasetConfig, source: Source, out: Path, source_hash: str | None = None) -> dict[str, Any]:
+def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str, Any]:
     """Write the folder of a data set from a source that is already open, and return its manifest.
 
-    An earlier data set in the folder is deleted first. The manifest contains `source_hash`, the hash of the user's
-    files. See `prepare` for the files and errors.
+    An earlier data set in the folder is deleted first. See `prepare` for the files and errors.
     """
     with lock_folder(out):
-        return _write_dataset(config, source, out, source_hash)
+        return _write_dataset(config, source, out)
 
 
-def _write_dataset(config: DatasetConfig, source: Source, out: Path, source_hash: str | None) -> dict[str, Any]:
+def _write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str, Any]:
     """Write the folder of a data set, see `write_dataset`; the caller holds the lock of the folder."""
     _delete_old_files(out)
     selected, unmatched_counts = _select_images(config, source)
@@ -187,7 +186,6 @@ def _write_dataset(config: DatasetConfig, source: Source, out: Path, source_hash
     mean, std = _pixel_statistics(decoded, train)
     manifest = {
         "source": config.source,
-        "source_sha256": source_hash,
         "count": len(decoded.indices),
         "height": height,
         "width": width,

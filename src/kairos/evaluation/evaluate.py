@@ -1,6 +1,6 @@
 """Stage `evaluate`: distances of samples from real images, and the validation loss, with the evaluation protocol."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ def run(
     sets: int = 1,
     metric_names: list[str] | None = None,
     device: str | None = None,
+    finished: Callable[[EvaluationJob], None] = lambda job: None,
 ) -> None:
     """Evaluate every job, write its record, and print the warnings about numbers of images once.
 
@@ -67,6 +68,7 @@ def run(
         sets: with an npz reference: number of sets that the samples are split into.
         metric_names: with an npz reference: names of metrics; None or empty: the default metrics of the extractor.
         device: name of the device; None: as described above.
+        finished: function that is called after each job.
 
     Raises:
         ConfigError: `metric_names` is not empty with another reference, or the extractor is not decided, see
@@ -102,6 +104,7 @@ def run(
     for job in jobs:
         for warning in evaluate(job, opened_reference, opened_extractor, sets, latents):
             files_by_warning.setdefault(warning, []).append(str(job.samples))
+        finished(job)
     _print_warnings(files_by_warning, opened_reference.record.get("warnings", []))
 
 

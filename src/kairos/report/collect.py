@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -22,11 +22,11 @@ from kairos.data.dataset import open_dataset
 from kairos.evaluation import settings
 from kairos.evaluation.separation import find_instrument_faults, gaussian_value
 from kairos.evaluation.settings import is_higher_better
-from kairos.files import read_json, read_lines, read_record, read_times
+from kairos.files import glance, read_json, read_lines, read_record, read_times
 from kairos.milestones import step_name
 from kairos.report.formatting import format_machine, format_number, join_first_names
-from kairos.report.outdated import ExpectedSettings, format_changes
-from kairos.stages import RUN_FOLDERS, run_folder
+from kairos.stages import EXTRACTOR, REFERENCE, RUN_FOLDERS, run_folder
+from kairos.validity import Change, Result, Validity, format_changes
 from kairos_timesteps.errors import KairosError
 
 Record = dict[str, Any]
@@ -426,19 +426,17 @@ class Results:
 def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False) -> Results:
     """Read the results of every method and seed of an experiment.
 
-    If every evaluation has other sampling or evaluation settings than the experiment, all are included with a note.
-
     Args:
         experiment: the experiment.
         folder: its results folder.
         unfinished: True leaves out results that are missing, damaged or outdated instead of raising an error. A
-            snapshot is included if all its files exist and belong to one run and one reference. Runs without a snapshot
-            after step 0, and methods and seeds without runs, are left out.
+            snapshot is included if all its files exist and belong to one run. Runs without a snapshot after step 0, and
+            methods and seeds without runs, are left out.
 
     Raises:
         KairosError: the folder, reference.json or a manifest is missing or damaged; or the record of a job's time is
-            damaged. A result is missing, damaged or outdated, or was evaluated with another
-            extractor or reference. If `unfinished`, such a result raises only if no run is evaluated past step 0.
+            damaged. A result is missing, damaged or outdated; if `unfinished`, it raises only if no run is evaluated
+            past step 0.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -450,12 +448,11 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
     dataset = _read(folder / "dataset" / "manifest.json", "prepare")
     autoencoder = _read(folder / "autoencoder" / "manifest.json", "autoencoder")
     # runs, each with the errors of its results
-    expected = ExpectedSettings(experiment, folder)
+    validity = Validity(experiment, folder)
     runs_with_errors = [
-        _read_run(expected, method, seed, reference, unfinished)
+        _read_run(validity, method, seed, reference, unfinished)
         for method, seed in product(experiment.methods, experiment.seeds)
     ]
-    runs_with_errors = _remove_outdated_evaluations(runs_with_errors, expected)
     for _, errors in runs_with_errors:
         if errors and not unfinished:
             raise errors[0]
@@ -480,7 +477,7 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
         jobs=_read_job_records(folder, experiment_of_runs, runs),
         missing=tuple(missing),
         outdated=outdated,
-        notes=_describe_differences(runs, expected),
+        notes=_describe_other_code(runs, validity),
     )
 
 
@@ -491,15 +488,27 @@ def select_methods(results: Results, methods: Collection[str]) -> Results:
 
 
 def load_recorded_experiment(folder: Path) -> Experiment:
-    """Load the experiment from the newest snapshot's record in a results folder, by modification time of the records.
+    """Load the experiment from the newest records in a results folder, by modification time.
+
+    Sections ``sampling`` and ``evaluation`` are those of the newest samples and of the reference, if they exist.
 
     Raises:
         KairosError: the folder contains no snapshot, or the record is damaged or not a valid experiment.
     """
-    newest_record = max(folder.glob(f"{RUN_FOLDERS}/milestones/*/milestone.json"), key=os.path.getmtime, default=None)
+    newest_record = _find_newest(folder, "milestones/*/milestone.json")
     if newest_record is None:
         raise KairosError(f"{folder}: contains no snapshot yet; `kairos status` shows the progress of training runs")
-    return validate(read_record(newest_record)["config"], str(folder))
+    config = read_record(newest_record)["config"]
+    samples_record = _find_newest(folder, "samples/*.json")
+    for path in (samples_record, folder / EXTRACTOR.record, folder / REFERENCE.record):
+        fields = glance(path).get("computed_from", {}).get("fields", {}) if path else {}
+        for section in fields.keys() & {"sampling", "evaluation"}:
+            config[section] = {**config[section], **fields[section]}
+    return validate(config, str(folder))
+
+
+def _find_newest(folder: Path, pattern: str) -> Path | None:
+    return max(folder.glob(f"{RUN_FOLDERS}/{pattern}"), key=os.path.getmtime, default=None)
 
 
 def load_real_images(folder: Path, count: int) -> tuple[str, ImageArray]:
@@ -518,15 +527,15 @@ def load_real_images(folder: Path, count: int) -> tuple[str, ImageArray]:
 
 
 class OutdatedError(KairosError):
-    """A snapshot or its evaluation was computed with settings that the experiment no longer has.
+    """A snapshot or its evaluation was computed with settings or inputs that the experiment no longer has.
 
     Attributes:
-        changes: the settings, each with its recorded and its present value, as one line of text.
+        changes: these, each with its recorded and its present value, as one line of text.
     """
 
-    def __init__(self, changes: str):
-        super().__init__(f"computed with other settings ({changes}); run the experiment again")
-        self.changes = changes
+    def __init__(self, changes: Sequence[Change]):
+        self.changes = format_changes(changes)
+        super().__init__(f"computed with other settings ({self.changes}); run the experiment again")
 
 
 def _last_step(run: RunResults) -> int:
@@ -571,9 +580,7 @@ def _restrict_to_runs(experiment: Experiment, runs: list[RunResults]) -> Experim
     return experiment.model_copy(update={"methods": methods, "seeds": seeds})
 
 
-def _read_run(
-    expected: ExpectedSettings, method: str, seed: int, reference: Record, unfinished: bool
-) -> _RunWithErrors:
+def _read_run(validity: Validity, method: str, seed: int, reference: Record, unfinished: bool) -> _RunWithErrors:
     """Read the results of a run, and collect an error for each result that is missing, damaged or outdated.
 
     The results contain the valid snapshots. If `unfinished`, only snapshots of the run that wrote the one with the
@@ -585,9 +592,9 @@ def _read_run(
     timing.jsonl only if it has this identity. The files are written at the end of a run, and may be of an earlier run.
     If not `unfinished`, a training.json of another run is an error.
     """
-    folder = run_folder(expected.results, method, seed)
+    folder = run_folder(validity.results, method, seed)
     errors: list[KairosError] = []
-    snapshots = _read_snapshots(expected, method, seed, reference, errors, unfinished)
+    snapshots = _read_snapshots(validity, method, seed, reference, errors, unfinished)
     # an unfinished experiment: only the run of the last snapshot, whose record serves until training.json exists
     record: Record = {}
     if unfinished and snapshots:
@@ -622,7 +629,7 @@ def _read_run(
 
 
 def _read_snapshots(
-    expected: ExpectedSettings,
+    validity: Validity,
     method: str,
     seed: int,
     reference: Record,
@@ -635,15 +642,16 @@ def _read_snapshots(
     If `unfinished`, a damaged strategy table or sample grid also makes it invalid. Otherwise the two are not read here;
     a damaged one raises an error when a figure needs it.
     """
-    folder = run_folder(expected.results, method, seed)
+    folder = run_folder(validity.results, method, seed)
     snapshots = []
-    for step in expected.experiment.milestones:
+    for step in validity.experiment.milestones:
         with _collect_error(errors):
-            record_file = folder / "milestones" / step_name(step) / "milestone.json"
-            changes = expected.find_changes(method, seed, record_file)  # none if the record is missing or damaged
-            if changes:
-                raise OutdatedError(format_changes(changes))
-            snapshot = _read_snapshot(expected, folder, step, reference)
+            for stage in ("train", "evaluate"):
+                # none if the record is missing or damaged
+                changes = validity.find_changes(Result(stage, method, seed, step_name(step)))
+                if changes:
+                    raise OutdatedError(changes)
+            snapshot = _read_snapshot(validity, folder, step, reference)
             if unfinished:
                 # raise an error now if a file is damaged; an error in a figure would end the report
                 _ = snapshot.strategy_table
@@ -663,50 +671,14 @@ def _select_run(snapshots: list[SnapshotResults], identity: str, errors: list[Ka
     return selected
 
 
-def _remove_outdated_evaluations(
-    runs_with_errors: list[_RunWithErrors], expected: ExpectedSettings
-) -> list[_RunWithErrors]:
-    """Remove snapshots whose evaluation has other sampling or evaluation settings, and add an `OutdatedError` for each.
-
-    The settings are compared with the experiment's. The result has every run, with fewer snapshots or none. If every
-    evaluation differs, the runs are returned unchanged, because their evaluations can be compared with each other. This
-    can happen if the experiment comes from a snapshot's record, which may be older than the evaluations.
-    """
-    runs_with_valid_snapshots: list[_RunWithErrors] = []
-    for run, errors in runs_with_errors:
-        valid_snapshots: list[SnapshotResults] = []
-        outdated_errors: list[KairosError] = []
-        for snapshot in run.snapshots:
-            changes = expected.find_evaluation_changes(snapshot.evaluation)
-            if changes:
-                outdated_errors.append(OutdatedError(format_changes(changes)))
-            else:
-                valid_snapshots.append(snapshot)
-        run_with_valid_snapshots = replace(run, snapshots=tuple(valid_snapshots))
-        runs_with_valid_snapshots.append((run_with_valid_snapshots, [*errors, *outdated_errors]))
-    if not any(run.snapshots for run, _ in runs_with_valid_snapshots):
-        return runs_with_errors
-    return runs_with_valid_snapshots
-
-
-def _describe_differences(runs: list[RunResults], expected: ExpectedSettings) -> tuple[str, ...]:
-    """Describe how included runs differ from the experiment: sampling, evaluation, rounding settings, code or device.
-
-    The last snapshot of each run is compared. Each reason has one sentence ``Computed with REASON: RUNS.``, and a run
-    may have several reasons. Code and rounding are compared by the identity, if the present one is known.
-    """
-    runs_by_reason = defaultdict[str, list[str]](list)
+def _describe_other_code(runs: list[RunResults], validity: Validity) -> tuple[str, ...]:
+    """Return a list with a sentence about the runs that other code than the present one computed; else it is empty."""
+    names = []
     for run in runs:
-        name = f"{run.method} seed {run.seed}"
-        snapshot = run.last_snapshot
-        evaluation_changes = format_changes(expected.find_evaluation_changes(snapshot.evaluation))
-        if evaluation_changes:
-            runs_by_reason[evaluation_changes].append(name)
-        identities = expected.identities(run.method, run.seed)  # empty: unknown, such as without latents
-        if identities and snapshot.record["identity"] not in identities:
-            rounding_changes = format_changes(expected.find_rounding_changes(run.method, snapshot.record))
-            runs_by_reason[rounding_changes or "other code, or another kind of device"].append(name)
-    return tuple(f"Computed with {reason}: {join_first_names(names)}." for reason, names in runs_by_reason.items())
+        evaluations = [Result("evaluate", run.method, run.seed, step_name(snapshot.step)) for snapshot in run.snapshots]
+        if any(map(validity.has_other_code, evaluations)):
+            names.append(f"{run.method} seed {run.seed}")
+    return (f"Computed with other code: {join_first_names(names)}.",) if names else ()
 
 
 @contextmanager
@@ -718,31 +690,21 @@ def _collect_error(errors: list[KairosError]) -> Iterator[None]:
         errors.append(error)
 
 
-def _read_snapshot(expected: ExpectedSettings, run_folder: Path, step: int, reference: Record) -> SnapshotResults:
+def _read_snapshot(validity: Validity, run_folder: Path, step: int, reference: Record) -> SnapshotResults:
     """Read record and evaluation of a snapshot as `SnapshotResults`; strategy table and sample grid must exist.
 
     Raises:
-        KairosError: a file is missing or damaged. The evaluation belongs to another run, or its extractor or reference
-            statistics differ from `reference`, or it lacks the metric of `reference`.
+        KairosError: a file is missing or damaged, or the evaluation lacks the metric of `reference`.
     """
     name = step_name(step)
     snapshot_folder = run_folder / "milestones" / name
     evaluation_file = run_folder / "evaluation" / f"{name}.json"
-    record = _read(snapshot_folder / "milestone.json", "train", expected.records.read)
+    record = _read(snapshot_folder / "milestone.json", "train", validity.snapshot_records.read)
     strategy_file = _read(snapshot_folder / "strategy.csv", "train", Path)
     evaluation = _read(evaluation_file, "evaluate")
     grid_file = _read(run_folder / "samples" / f"{name}.png", "sample", Path)
-    protocol = evaluation["protocol"]
-    if protocol["identity"] != record["identity"]:
-        remedy = "run `kairos sample` and `kairos evaluate` again"
-        raise KairosError(f"{evaluation_file}: belongs to another training run ({protocol['identity'][:12]}); {remedy}")
-    remedy = "run `kairos evaluate` again"
-    for key in ("extractor_hash", "reference_hash"):
-        if protocol[key] != reference[key]:
-            problem = f"{evaluation_file}: its {key} {protocol[key][:12]} differs from that in reference/reference.json"
-            raise KairosError(f"{problem} ({reference[key][:12]}), so the two cannot be compared; {remedy}")
     if reference["metric"] not in evaluation["metrics"]:
-        raise KairosError(f"{evaluation_file}: has no {reference['metric']}; {remedy}")
+        raise KairosError(f"{evaluation_file}: has no {reference['metric']}; run `kairos evaluate` again")
     return SnapshotResults(step, record, strategy_file, evaluation, grid_file)
 
 

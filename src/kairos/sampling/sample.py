@@ -1,7 +1,7 @@
 """Stage `sample`: images from snapshots; the snapshot contains all settings that decide the images."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,12 @@ class SamplingRequest:
     device: str | None = None
 
 
-def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
+def run(
+    jobs: list[SamplingJob], request: SamplingRequest, finished: Callable[[SamplingJob], None] = lambda job: None
+) -> None:
     """Generate or merge the images of every job, and write them, one job after another.
 
-    If a job fails, the files of earlier jobs remain.
+    If a job fails, the files of earlier jobs remain. `finished` is called after each job.
 
     Raises:
         KairosError: a snapshot or autoencoder is missing or damaged, or the two do not belong together.
@@ -92,6 +94,7 @@ def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
         raise ConfigError(f"--num: got {request.num}, allowed: 1 or more")
     for job in jobs:
         sample_milestone(job, request)
+        finished(job)
 
 
 def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:

@@ -5,13 +5,11 @@ import textwrap
 import time
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from kairos.files import glance, list_by_step
-from kairos.report.outdated import read_samples_protocol
-from kairos.status.run_progress import Outline, find_first_snapshot, read_last_lines
+from kairos.files import list_by_step
+from kairos.status.run_progress import Outline, read_last_lines
+from kairos.validity import Result, format_changes
 
-_SHARED_HASHES = ("extractor_hash", "reference_hash")  # hashes in reference.json and in an evaluation's protocol
 _STAGE_RECORDS = {  # file in the results, by stage; if it exists, the stage is complete
     "prepared": "dataset/manifest.json",
     "autoencoder": "autoencoder/manifest.json",
@@ -30,8 +28,8 @@ _LOG_INTERVAL = 60.0  # largest age in seconds of the last line of a job that is
 class RunOutputs:
     """Samples and evaluations of a training run.
 
-    A file is valid if it comes from the present snapshots, and both have the experiment's settings. If only a folder of
-    results is known, there are no settings to compare with, and all files are valid.
+    A file is valid if it, and all that it was computed from, have the experiment's settings, see `kairos.validity`. If
+    only a folder of results is known, there are no settings to compare with, and all files are valid.
 
     Args:
         outline: the experiment.
@@ -49,13 +47,13 @@ class RunOutputs:
     def samples(self) -> dict[str, bool]:
         """Validity of each file of samples, by the step in its name, such as ``0000400``; True: valid."""
         paths = list_by_step(self.folder / "samples", ".npz")
-        return {path.stem: self._are_samples_valid(path) for path in paths}
+        return {path.stem: self._is_valid("sample", path) for path in paths}
 
     @cached_property
     def evaluations(self) -> dict[str, bool]:
         """Validity of each evaluation, by the step in its name, such as ``0000400``; True: valid."""
         paths = list_by_step(self.folder / "evaluation", ".json")
-        return {path.stem: self._is_evaluation_valid(path) for path in paths}
+        return {path.stem: self._is_valid("evaluate", path) for path in paths}
 
     @property
     def last_evaluation(self) -> Path | None:
@@ -69,83 +67,70 @@ class RunOutputs:
         paths = reversed(list_by_step(self.folder / "samples", ".png"))
         return next((path for path in paths if self._is_grid_valid(path)), None)
 
-    def _are_samples_valid(self, path: Path) -> bool:
-        """Return True if a file of samples comes from the present run and has the experiment's sampling settings.
+    def _is_valid(self, stage: str, path: Path) -> bool:
+        """Return True if the samples or the evaluation in a file have the experiment's settings and present inputs.
 
-        Without an experiment file all files are valid. Otherwise a damaged file is not valid.
+        A file without a record, or whose name is the step of no snapshot of the experiment, is not valid.
         """
-        expected = self._outline.expected
-        if expected is None:
+        validity = self._outline.validity
+        if validity is None:
             return True
-        protocol = read_samples_protocol(path)
-        return self._is_of_present_run(path, protocol) and not expected.find_sampling_changes(protocol)
-
-    def _is_evaluation_valid(self, path: Path) -> bool:
-        """Return True if an evaluation comes from the present run and reference and has the experiment's settings.
-
-        Without an experiment file all files are valid. Otherwise a damaged evaluation is not valid. The hashes of
-        extractor and reference statistics must agree with reference.json. A hash that reference.json lacks is not
-        compared; a hash that only the evaluation lacks makes it invalid.
-        """
-        expected = self._outline.expected
-        if expected is None:
-            return True
-        evaluation, reference = glance(path), self._outline.reference
-        protocol = evaluation.get("protocol", {})
-        for name in _SHARED_HASHES:
-            if name in reference and protocol.get(name) != reference[name]:
-                return False
-        if not self._is_of_present_run(path, protocol):  # also a damaged evaluation, which has no protocol
-            return False
-        return not expected.find_evaluation_changes(evaluation)
+        result = Result(stage, self._method, self._seed, path.stem)
+        is_of_experiment = int(path.stem) in self._outline.milestones
+        return is_of_experiment and bool(validity.record(result)) and not validity.find_changes(result)
 
     def _is_grid_valid(self, path: Path) -> bool:
-        """Return True if the samples of an image grid are valid.
-
-        If the samples are deleted, the settings of the run must be the experiment's; nothing else is compared. Without
-        an experiment file all files are valid.
-        """
-        if path.stem in self.samples:
-            return self.samples[path.stem]
-        if self._outline.expected is None:
-            return True
-        has_present_settings = self._identity != ""
-        return has_present_settings
-
-    def _is_of_present_run(self, path: Path, protocol: dict[str, Any]) -> bool:
-        """Return True if the file's name is the step of a milestone, and its protocol contains the run's identity.
-
-        A file without an identity does not match. A name that is no number raises ValueError.
-        """
-        step, identity = int(path.stem), protocol.get("identity")
-        return step in self._outline.milestones and identity is not None and identity == self._identity
-
-    @cached_property
-    def _identity(self) -> str:
-        """Identity in the record of the run's first snapshot; empty if it does not have the experiment's settings.
-
-        It is also empty without an experiment file, snapshot or recorded identity.
-        """
-        expected, record_file = self._outline.expected, find_first_snapshot(self.folder)
-        if expected is None or record_file is None or expected.find_changes(self._method, self._seed, record_file):
-            return ""
-        return str(expected.snapshot_record(record_file).get("identity", ""))
+        """Return True if the samples of an image grid are valid, also if they are deleted."""
+        return self._is_valid("sample", path)
 
 
 def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
     """Return lines of text: complete and missing stages, messages of missing stages, counts of samples and evaluations.
 
-    A stage is complete if its file in `_STAGE_RECORDS` exists, whatever its settings are. `outputs` contains all
-    training runs.
+    A stage is complete if its file in `_STAGE_RECORDS` exists and is not outdated. `outputs` contains all training
+    runs.
     """
-    complete = [stage for stage, record in _STAGE_RECORDS.items() if (outline.results / record).is_file()]
-    missing = [stage for stage in _STAGE_RECORDS if stage not in complete]
+    changes = _find_changed_stages(outline)
+    existing = [stage for stage, record in _STAGE_RECORDS.items() if (outline.results / record).is_file()]
+    complete = [stage for stage in existing if not any(stage in group for group in changes.values())]
+    missing = [stage for stage in _STAGE_RECORDS if stage not in existing]
     stages = f"complete: {', '.join(complete) or 'none'}; missing: {', '.join(missing) or 'none'}"
+    if changes:
+        groups = (f"{', '.join(group)} ({change})" for change, group in changes.items())
+        stages += f"; outdated: {', '.join(groups)}"
     expected_count = len(outline.trainings) * len(outline.milestones)
     stage_messages = _find_stage_messages(outline.results / "logs", missing)
     samples = _count_files("samples", [run.samples for run in outputs], expected_count)
     evaluations = _count_files("evaluations", [run.evaluations for run in outputs], expected_count)
-    return "\n".join([stages, *stage_messages, f"{samples}, {evaluations}"])
+    return "\n".join([stages, *stage_messages, f"{samples}, {evaluations}", *_describe_other_code(outline)])
+
+
+def _find_changed_stages(outline: Outline) -> dict[str, list[str]]:
+    """Return the outdated stages that all training runs share, by what has changed since they were computed."""
+    validity = outline.validity
+    if validity is None:
+        return {}
+    stage_by_record = {stage.record: stage.name for stage in validity.stages.values() if not stage.of_run}
+    changes: dict[str, list[str]] = {}
+    for name, record in _STAGE_RECORDS.items():
+        if record in stage_by_record and name not in ("report", "tracked"):  # these follow from the other results
+            found = validity.find_changes(Result(stage_by_record[record]))
+            if found:
+                changes.setdefault(format_changes(found), []).append(name)
+    return changes
+
+
+def _describe_other_code(outline: Outline) -> list[str]:
+    """Return a list with a line about results whose code alone differs from the present one; else it is empty."""
+    validity = outline.validity
+    if validity is None:
+        return []
+    names = [name for name in validity.stages if name not in ("report", "track")]
+    results = [result for name in names for result in validity.list_results(name) if validity.record(result)]
+    count = sum(not validity.find_changes(result) and not validity.is_valid(result) for result in results)
+    if count == 0:
+        return []
+    return [f"{count} of {len(results)} results differ by code only; kairos accept keeps them"]
 
 
 def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:

@@ -19,10 +19,10 @@ from typing import Any
 from kairos.config import Experiment, load
 from kairos.files import glance, list_by_step
 from kairos.progress import duration
-from kairos.report.outdated import ExpectedSettings, format_changes
 from kairos.slurm import Job
-from kairos.stages import RUN_FOLDERS, run_folder
+from kairos.stages import RUN_FOLDERS, TRAIN, run_folder
 from kairos.training.job import ProgressRecord, read_progress
+from kairos.validity import Result, Validity, format_changes, state_folder
 from kairos_timesteps.errors import KairosError
 
 # all states of a run, in the order in which `kairos status` counts them
@@ -52,14 +52,9 @@ class Outline:
     experiment: Experiment | None = None
 
     @cached_property
-    def expected(self) -> ExpectedSettings | None:
-        """Settings that results must have to count; None if only a folder of results is known."""
-        return None if self.experiment is None else ExpectedSettings(self.experiment, self.results)
-
-    @cached_property
-    def reference(self) -> dict[str, Any]:
-        """Record of the reference statistics; empty if it is missing or damaged."""
-        return glance(self.results / "reference" / "reference.json")
+    def validity(self) -> Validity | None:
+        """Decides which results are valid; None if only a folder of results is known."""
+        return None if self.experiment is None else Validity(self.experiment, self.results)
 
     @cached_property
     def _run_folders(self) -> dict[tuple[str, int], Path]:
@@ -292,23 +287,24 @@ def _find_state(folder: Path, progress: ProgressRecord, job: Job | None, is_comp
 
 
 def _find_changed_settings(outline: Outline, method: str, seed: int, begun_identity: str | None) -> str:
-    """Return the settings that have changed since a run was computed, as text; empty: none, or they are unknown.
+    """Return what has changed since a run was computed, as text; empty: nothing, or it is unknown.
 
-    The settings come from the first published snapshot. If the state that the run wrote last has another identity
-    (`begun_identity`; None: no state), they come from the first snapshot of that state. Without a snapshot or an
-    experiment file they are unknown.
+    It is found in the record of the first published snapshot. If the state that the run wrote last has another identity
+    (`begun_identity`; None: no state), it is found in the record of the first snapshot of that state. Without a
+    snapshot or an experiment file it is unknown.
     """
-    if outline.expected is None:
+    if outline.validity is None:
         return ""
     folder = outline.run_folder(method, seed)
     snapshot = find_first_snapshot(folder)
-    published_identity = outline.expected.snapshot_record(snapshot).get("identity") if snapshot else None
+    published_identity = glance(snapshot).get("identity") if snapshot else None
     if begun_identity and begun_identity != published_identity:
         # a newer run has begun and published nothing yet: its snapshots are in its state folder, named by 16 digits
-        snapshot = find_first_snapshot(folder / ".state" / begun_identity[:16])
+        snapshot = find_first_snapshot(state_folder(folder, begun_identity))
     if snapshot is None:
         return ""
-    return format_changes(outline.expected.find_changes(method, seed, snapshot))
+    result = Result(TRAIN.name, method, seed, snapshot.parent.name)
+    return format_changes(outline.validity.compare(result, glance(snapshot)))
 
 
 def find_first_snapshot(folder: Path) -> Path | None:

@@ -5,11 +5,12 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from kairos.files import list_names, read_record
+from kairos.files import list_names
+from kairos.stages import ENCODE
 from kairos.status.run_progress import Outline, RunProgress, is_locked
+from kairos.validity import Result, state_folder
 
 _ACTIVE = ("running", "starting", "queued")
-_DEVICE_TYPES = {"auto": ("cpu", "cuda")}  # device types that a setting may select
 
 
 def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Path]:
@@ -20,12 +21,10 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
     latents, since identities depend on them, or if only a folder of results is known.
 
     Raises:
-        ConfigError: a run that is not active has states, and ``training.start_from`` is not a snapshot of this
-            backbone.
-        DamagedError: the record of that snapshot or the latents' manifest is damaged.
+        DamagedError: the record of ``training.start_from`` is damaged.
     """
-    latents_manifest = outline.results / "latents" / "manifest.json"
-    if outline.experiment is None or not latents_manifest.is_file():
+    validity = outline.validity
+    if validity is None or not validity.record(Result(ENCODE.name)):
         return []
     states_by_run: dict[RunProgress, list[Path]] = {}
     for run in runs:
@@ -34,24 +33,12 @@ def find_unclaimed_states(outline: Outline, runs: list[RunProgress]) -> list[Pat
             states = _list_states(folder)
             if states:
                 states_by_run[run] = states
-    if not states_by_run:
-        return []
-    from kairos.training.identity import compute_identity  # imports the registries, which most calls do not need
-
-    latents = read_record(latents_manifest)
-    device = outline.experiment.training.device.partition(":")[0]  # cuda:1 has type cuda
-    device_types = _DEVICE_TYPES.get(device, (device,))
     unclaimed_states = []
     for run, states in states_by_run.items():
-        settings = outline.experiment.run_settings(run.method, run.seed)
-        remaining_states = states
-        for device_type in device_types:
-            if not remaining_states:  # most runs have one state, of the first type: the other identity is not needed
-                break
-            identity = compute_identity(settings, latents, device_type)["identity"]
-            # a state's folder is named by the first digits of the identity
-            remaining_states = [state for state in remaining_states if state.name != identity[:16]]
-        unclaimed_states += remaining_states
+        identities = validity.identities(run.method, run.seed)
+        present_names = {state_folder(Path(), identity).name for identity in identities}
+        if present_names:  # otherwise `training.start_from` is missing, and no state is known to be unclaimed
+            unclaimed_states += [state for state in states if state.name not in present_names]
     return unclaimed_states
 
 

@@ -24,6 +24,7 @@ from kairos.progress import log
 from kairos.tracking import mlflow_store, run_content
 from kairos.training.job import ProgressRecord, read_progress
 from kairos.training.launch import is_reporting_process
+from kairos.validity import state_folder
 
 if TYPE_CHECKING:
     from kairos.config import Experiment
@@ -147,7 +148,7 @@ class Reporter(threading.Thread):
             return  # a run that ends before it computes its identity leaves the identity of an earlier job in the file
         if identity is None:  # the run has not written a step yet
             return
-        end = self._read_metrics(self._out / ".state" / identity[:16])
+        end = self._read_metrics(state_folder(self._out, identity))
         self._run_id = self._send_points(self._client, identity)
         if is_last_report and progress["state"] in _STATUS:
             self._client.set_terminated(self._run_id, _STATUS[progress["state"]], end)

@@ -12,7 +12,7 @@ from typing import Any
 
 from kairos import resource_usage
 from kairos.config import Experiment
-from kairos.files import hash_folder, sha256_file, sha256_json, write_json
+from kairos.files import hash_folder, sha256_file, sha256_json, write_record
 from kairos.progress import ProgressBar, log
 from kairos.report.collect import Results, RunResults, collect
 from kairos.stages import hash_modules
@@ -41,7 +41,7 @@ def track(experiment: Experiment, folder: Path, out: Path) -> None:
     results = collect(experiment, folder)
     if not experiment.tracking.enabled:
         resource_usage.end_startup()
-        write_json(out, {"imported": False, "error": "tracking.enabled is false"})
+        write_record(out, {"imported": False, "error": "tracking.enabled is false"})
         return
     uri = mlflow_store.tracking_uri(experiment.tracking.uri)
     try:
@@ -51,7 +51,7 @@ def track(experiment: Experiment, folder: Path, out: Path) -> None:
         message = f"{public_uri}: {mlflow_store.describe_error(error, uri)}"
         log(f"kairos track: nothing is lost, but the import into MLflow failed: {message}")
         record = {"imported": False, "error": message, "uri": public_uri}
-    write_json(out, record)
+    write_record(out, record)
 
 
 def _import_results(results: Results, uri: str) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from kairos.progress import ProgressBar, duration, log
 from kairos.stages import TRAIN, list_modules
 from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
-from kairos.training.identity import compute_identity
 from kairos.training.job import CollectiveStop, ProgressFile, StoppedEarly, StopRequest
 from kairos.training.loop import DIVERGENCE_REMEDY, divergence_error, train_steps
 from kairos.training.memory import explain_out_of_memory
@@ -34,6 +33,7 @@ from kairos.training.provenance import build_provenance, describe_clock, describ
 from kairos.training.run_folder import RunFolder, lock_run_folder
 from kairos.training.settings import RunSettings, TrainingConfig
 from kairos.training.state import TrainingState
+from kairos.validity import describe_training, find_identity
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned
 from kairos_timesteps.errors import NotFiniteError
@@ -95,8 +95,8 @@ def train(
 
         # identity of the run, and its folder
         latents = open_latents(latents_folder)
-        identity_parts = compute_identity(run, latents.manifest, device.type)
-        identity = identity_parts.pop("identity")
+        computed_from = describe_training(run, latents.manifest, device.type)
+        identity = find_identity(out, computed_from)
         progress.set_identity(identity)
 
         run_folder = RunFolder(out, identity)
@@ -110,6 +110,7 @@ def train(
             job = TrainingJob(
                 run_folder=run_folder,
                 training=TrainingState(run, latents, device),
+                computed_from=computed_from,
                 label=label,
                 progress=progress,
                 stop_request=stop_request or StopRequest(),
@@ -125,14 +126,14 @@ def train(
         elif is_first:
             checkpoint = run_folder.newest_checkpoint(latest_step=milestones[-1])
             assert checkpoint is not None  # written by the job above, or found by `prepare`
-            run_folder.publish(milestones, _build_record(run, identity, identity_parts, milestones, checkpoint))
+            run_folder.publish(milestones, _build_record(run, identity, computed_from, milestones, checkpoint))
     return {"steps_run": steps_run, "step": milestones[-1], "identity": identity}
 
 
 def _build_record(
     run: RunSettings,
     identity: str,
-    identity_parts: dict[str, Any],
+    computed_from: dict[str, Any],
     milestones: list[int],
     checkpoint: dict[str, Any],
 ) -> dict[str, Any]:
@@ -142,14 +143,14 @@ def _build_record(
 
     Args:
         run: settings of the training run.
-        identity: hash of `identity_parts`.
-        identity_parts: everything that decides the trajectory.
+        identity: see `find_identity`.
+        computed_from: see `describe_training`.
         milestones: steps whose snapshots were requested.
         checkpoint: content of the last checkpoint; its environment is recorded, also if this job computes no step.
     """
     return {
         "identity": identity,
-        "parts": identity_parts,
+        "computed_from": computed_from,
         "method": run.method_name,
         "seed": run.seed,
         "steps": checkpoint["step"],
@@ -220,6 +221,7 @@ class TrainingJob:
     Attributes:
         run_folder: files of the training run.
         training: model, optimizer and strategy.
+        computed_from: see `describe_training`; the records of snapshots contain it.
         label: prefix of messages.
         progress: file that `kairos status` reads.
         stop_request: source of requests to stop early.
@@ -236,6 +238,7 @@ class TrainingJob:
 
     run_folder: RunFolder
     training: TrainingState
+    computed_from: dict[str, Any]
     label: str
     progress: ProgressFile
     stop_request: StopRequest
@@ -418,6 +421,7 @@ class TrainingJob:
         strategy_facts["tv_from_start"] = float(abs(columns["p"] - self.start_density).sum() / 2)
         facts = {
             "identity": self.run_folder.identity,
+            "computed_from": self.computed_from,
             "method": training.run.method_name,
             "seed": training.seed,
             "config": training.run.plain_experiment(),

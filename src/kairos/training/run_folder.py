@@ -3,8 +3,6 @@
     checkpoints/0000400.ckpt     the last two checkpoints
     metrics.jsonl timing.jsonl   lines beyond the checkpoint that a job resumes from are cut off
     milestones/0000400/          every snapshot reached so far
-    complete/400-1c2d3e4f.json   a request that was completed: its milestones, with the last one and a hash in the name
-    complete/400-1c2d3e4f.start_over    mark: compute this request again
 
 ``D/.state`` also contains ``lock``, held by the process that trains, and ``progress.json``, with step, rate and state
 of the run for `kairos status`.
@@ -34,9 +32,7 @@ from kairos.files import (
     read_json,
     set_missing_filename,
     sha256_bytes,
-    sha256_json,
     try_lock,
-    write_json,
     write_record,
     write_text,
 )
@@ -44,6 +40,7 @@ from kairos.milestones import check_milestone, step_name
 from kairos.progress import log
 from kairos.training import checkpoint
 from kairos.training.provenance import changes_bits, library_versions
+from kairos.validity import state_folder
 from kairos_timesteps.errors import KairosError
 
 # fields of a line of metrics.jsonl with their meaning; loss terms and probes add fields under their names
@@ -172,7 +169,7 @@ class RunFolder:
     def __init__(self, out: Path, identity: str):
         self.out = out
         self.identity = identity
-        self.state = out / ".state" / identity[:16]
+        self.state = state_folder(out, identity)
         self.metrics = self.state / "metrics.jsonl"
         self.timing = self.state / "timing.jsonl"
         self.resumed_under: list[dict[str, Any]] = []
@@ -184,8 +181,7 @@ class RunFolder:
         """Prepare the state for a request, and return the milestones up to which steps have to be computed.
 
         These are the milestones without an intact snapshot. The last milestone is returned if only the last checkpoint
-        is missing, unless `milestones_only` is set. A completed request that the controller has marked ``start_over``
-        begins at step 0 again: the state is deleted. Temporary files of killed jobs are deleted. Messages report a
+        is missing, unless `milestones_only` is set. Temporary files of killed jobs are deleted. Messages report a
         start from step 0 and damaged files. The caller holds the lock of the run.
 
         Args:
@@ -195,10 +191,6 @@ class RunFolder:
         self._report_other_states()
         self.state.mkdir(parents=True, exist_ok=True)
         self._delete_temporary_files()
-        completion_file = self._completion_file(milestones)
-        if completion_file.exists() and completion_file.with_suffix(".start_over").exists():
-            log(f"{self.out}: was complete and is requested again: starts from step 0")
-            self.clear()
         missing = [step for step in milestones if not _is_intact(self.snapshot_folder(step))]
         if missing or milestones_only:
             return missing
@@ -262,17 +254,13 @@ class RunFolder:
             raise DamagedError(f"{self.metrics}: does not contain the lines that belong to {path.name}")
 
     def clear(self) -> None:
-        """Delete the state of this run with its marks of completed requests, and create its empty folder.
+        """Delete the state of this run, and create its empty folder.
 
         The published outputs stay.
         """
         if self.state.exists():
             shutil.rmtree(self.state)
         self.state.mkdir(parents=True)
-
-    def _completion_file(self, milestones: list[int]) -> Path:
-        """Return the file that marks a request as completed, such as ``complete/400-1c2d3e4f.json``."""
-        return self.state / "complete" / f"{milestones[-1]}-{sha256_json(milestones)[:8]}.json"
 
     def _checkpoint_path(self, step: int) -> Path:
         """Return the file of the checkpoint after `step` steps."""
@@ -398,7 +386,7 @@ class RunFolder:
             shutil.rmtree(self.state / "milestones", ignore_errors=True)
 
     def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
-        """Mark a request as completed, and link its outputs into the run's folder; the record is written last.
+        """Link the outputs of a request into the run's folder; the record is written last.
 
         An intact published snapshot with an equal record is left as it is. If there is a record, the outputs include
         the checkpoint as ``checkpoint.pt``, and copies of metrics and times up to its step. The caller ensures that the
@@ -408,7 +396,6 @@ class RunFolder:
             milestones: steps whose snapshots are requested.
             record: content of training.json; ``steps`` selects the checkpoint. None: publish snapshots only.
         """
-        write_json(self._completion_file(milestones), {"identity": self.identity, "milestones": milestones})
         for step in milestones:
             snapshot = self.snapshot_folder(step)
             target = self.out / "milestones" / step_name(step)

@@ -1,15 +1,8 @@
 """Start and end of a run of the workflow: functions that the Snakefile calls before, between and after its rules.
 
-The controller is the Snakemake process that the user starts. It freezes the experiment, locks the results, marks
-training runs that start over, and ends the run on a signal. The Snakemake processes that it starts for single jobs
-parse the Snakefile too, but only read the frozen experiment.
-
-Training runs that start over: a training run keeps what it has computed, and returns it again when a job requests it
-again. So a controller that is killed before it records a completed job loses nothing. But a user who forces a job or
-deletes its outputs wants a new computation. The controller marks the requests of these jobs ``start_over`` before they
-start, and their training runs begin at step 0 (see `kairos.training.run_folder`). Deleted outputs cause a new start
-only if every pending job of that training run was completed before. DVC deletes all outputs of a training run even if
-only its last segment is new, such as after a later milestone was added. Then the earlier segments are returned again.
+The controller is the Snakemake process that the user starts. It freezes the experiment, locks the results, decides
+which results are valid, and ends the run on a signal. The Snakemake processes that it starts for single jobs parse the
+Snakefile too, but only read the frozen experiment.
 """
 
 import logging
@@ -20,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,20 +23,14 @@ import psutil
 
 from kairos.config import Experiment, apply_extends, load, validate
 from kairos.config.reading import merge, read_experiment_file
-from kairos.files import read_json, try_lock, write_text
+from kairos.files import read_json, try_lock
 from kairos.progress import duration, log
 from kairos.slurm import job_records_folder
-from kairos.stages import RUN_FOLDERS
 from kairos.tracking.mlflow_store import tracking_uri, without_credentials
 from kairos.training.job import read_progress
 from kairos.workflow import fork_server
 from kairos.workflow.layout import FROZEN_VARIABLE, Layout, Segment, create_layout, load_frozen_layout
-from kairos.workflow.snakemake_private import (
-    hash_inputs_once,
-    is_recorded_as_complete,
-    set_jobs_per_group,
-    touch_without_pauses,
-)
+from kairos.workflow.snakemake_private import set_jobs_per_group
 from kairos_timesteps.errors import KairosError, rejection
 
 _DEFAULT_EXPERIMENT = "params.yaml"
@@ -52,8 +38,6 @@ _SECONDS_TO_END = 45.0  # after a signal, jobs are killed after this time
 _lock_files: list[IO[str]] = []  # open, and so locked, as long as this process lives
 _interruption_times: list[float] = []  # Unix time of the signal that ended this run; empty if none did
 _start_time = time.time()  # Unix time at which this process began
-
-Request = tuple[str, tuple[int, ...]]  # folder of a training run, and the milestones that a job requests
 
 
 # --------------------------------------------------------------------------------------------------- the experiment
@@ -130,7 +114,7 @@ def _exit_on_error() -> Iterator[None]:
         sys.exit(2)
 
 
-def _lock_results(results: Path) -> IO[str]:
+def lock_results(results: Path) -> IO[str]:
     """Lock an experiment's results until the returned file, ``.lock`` in their folder, is closed.
 
     The file is created if it is missing. This process's id and host are written into it, for the error message of
@@ -168,7 +152,7 @@ def _remove_leftovers(layout: Layout) -> None:
     if not results.is_dir():
         return
     # an error of the lock, a damaged tracking.json, or results that cannot be written
-    with suppress(KairosError, OSError), _lock_results(results):
+    with suppress(KairosError, OSError), lock_results(results):
         for success_file in job_records_folder(results).glob("*.done"):
             job_record = success_file.with_suffix(".json")
             job_record.unlink(missing_ok=True)
@@ -202,87 +186,21 @@ def training_group(workflow: Any, layout: Layout, segment: Segment) -> Callable[
 
 
 def starts(workflow: Any, layout: Layout) -> None:
-    """Prepare a run before its first job: lock the results, mark training runs that start over, start the fork server.
+    """Prepare a run before its first job: lock the results, and start the fork server.
 
     The process ends with a message and status 2 if another run works on the results, if the file system has no locks,
-    or for ``--executor slurm``. The lock lasts until this process ends. Snakemake is changed to hash each input of a
-    finished job once. With ``--touch``, no training run is marked, marks stay, Snakemake does not pause for each job,
-    and no fork server is started. Signal handlers are set (`_end_on_signals`), and the fork server is started, only if
-    this process runs the jobs itself.
-
-    Raises:
-        DamagedError: see `_mark_trainings_to_start_over`.
+    or for ``--executor slurm``. The lock lasts until this process ends. Signal handlers are set (`_end_on_signals`),
+    and the fork server is started, only if this process runs the jobs itself.
     """
     with _exit_on_error():
         if workflow.executor_plugin.name == "slurm":
             raise rejection("executor", "'slurm'", "'kairos', whose settings are kairos-… instead of slurm-…")
-        _lock_files.append(_lock_results(Path(layout.results)))
-    hash_inputs_once(workflow)
-    if workflow.touch:
-        touch_without_pauses()
-    else:
-        _mark_trainings_to_start_over(workflow, layout)
+        _lock_files.append(lock_results(Path(layout.results)))
     if workflow.local_exec:
         _end_on_signals(workflow.scheduler)
     if workflow.local_exec and not workflow.touch:
         stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]  # rule train_2: stage train
         fork_server.start_server(layout.config_file, layout.experiment.training.threads, stages)
-
-
-def _mark_trainings_to_start_over(workflow: Any, layout: Layout) -> None:
-    """Mark the completed requests that start over, see `_requests_to_start_over`; unmark all other completed requests.
-
-    Training runs write the record of a completed request, such as ``complete/400-1c2d3e4f.json``, into their state
-    folder. Its mark is the file ``complete/400-1c2d3e4f.start_over``.
-
-    Raises:
-        DamagedError: the record of a completed request is damaged.
-    """
-    completed: dict[Path, Request] = {}
-    for path in Path(layout.results).glob(f"{RUN_FOLDERS}/.state/*/complete/*.json"):
-        training_folder = path.parents[3].as_posix()  # results/<experiment>/methods/<method>/seed<seed>
-        completed[path] = training_folder, tuple(read_json(path)["milestones"])
-    starting_over = _requests_to_start_over(workflow, layout, set(completed.values()))
-    for path, request in completed.items():
-        mark = path.with_suffix(".start_over")
-        if request in starting_over:
-            write_text(mark, "requested again\n")
-        else:
-            mark.unlink(missing_ok=True)
-
-
-def _requests_to_start_over(workflow: Any, layout: Layout, completed: set[Request]) -> set[Request]:
-    """Return the requests of completed jobs that will run because the user has forced them or has deleted an output.
-
-    A job is completed if Snakemake has recorded it as complete and its request is in `completed`. Deleted outputs
-    matter only if all jobs of their training run that will run are completed, see the module's docstring.
-    """
-    jobs_by_training: dict[str, list[Any]] = defaultdict(list)
-    for job in workflow.dag.needrun_jobs():
-        if job.rule.name.startswith("train"):
-            jobs_by_training[layout.training_folder(job.wildcards.method, job.wildcards.seed)].append(job)
-    starting_over: set[Request] = set()
-    for folder, jobs in jobs_by_training.items():
-        completed_jobs = []
-        for job in jobs:
-            if is_recorded_as_complete(workflow, job) and (folder, tuple(job.params.steps)) in completed:
-                completed_jobs.append(job)
-        # otherwise DVC may have deleted the outputs, because the training run has a new segment
-        all_completed = len(completed_jobs) == len(jobs)
-        for job in completed_jobs:
-            if _is_forced(workflow, job) or (all_completed and _has_missing_output(job)):
-                starting_over.add((folder, tuple(job.params.steps)))
-    return starting_over
-
-
-def _is_forced(workflow: Any, job: Any) -> bool:
-    """Return True if the user has forced a job's rule or one of its outputs, such as by ``--forcerun``."""
-    return job.rule in workflow.dag.forcerules or not workflow.dag.forcefiles.isdisjoint(job.output)
-
-
-def _has_missing_output(job: Any) -> bool:
-    """Return True if an output of a job does not exist."""
-    return not all(Path(str(output)).exists() for output in job.output)
 
 
 # ----------------------------------------------------------------------------------------------------------- signals
@@ -335,21 +253,15 @@ def _end_after_signal(scheduler: Any, signal_queue: "SimpleQueue[int]") -> None:
 
 
 def succeeded(workflow: Any, layout: Layout) -> None:
-    """Finish a successful run: delete leftover shards of finished merges, and log its duration and the report's path.
+    """Finish a successful run: delete leftover shards, and log its duration and the report's path.
 
-    The path is logged only if the report was requested. Missing shards are not an error. With ``--touch`` the function
-    does nothing.
+    The path is logged only if the report was requested. With ``--touch`` the function does nothing.
     """
     if workflow.touch:  # nothing was computed
         return
-    # shards are left over if the controller that would have deleted them was killed;
-    # the input `shards` of a job that merges shards contains their files or folders
-    shard_paths = {path for job in workflow.dag.jobs for path in job.input.get("shards", ())}
-    for path in shard_paths:
-        if os.path.isdir(path):
-            shutil.rmtree(path)
-        else:
-            Path(path).unlink(missing_ok=True)
+    # shards are left over if the controller that would have deleted them was killed, or of other settings
+    for folder in [layout.results, *(layout.training_folder(method, seed) for method, seed in layout.trainings)]:
+        shutil.rmtree(Path(folder, ".shards"), ignore_errors=True)
     has_report = any(job.rule.name == "report" for job in workflow.dag.jobs)
     report = f"; the report is {layout.results}/report.html" if has_report else ""
     log(f"{layout.experiment.experiment}: done in {duration(time.time() - _start_time)}{report}")
@@ -358,12 +270,8 @@ def succeeded(workflow: Any, layout: Layout) -> None:
 def failed(workflow: Any, layout: Layout) -> None:
     """Finish a failed run: log the failed jobs' log files, or after an interruption the number of saved training runs.
 
-    An interruption is a signal that ended the run. Snakemake's metadata of the failed jobs are deleted in both cases.
+    An interruption is a signal that ended the run.
     """
-    for job in workflow.scheduler.failed:
-        # Snakemake has deleted the outputs of these jobs. With metadata, the next run would assume that the user has
-        # deleted them, and would restart training runs.
-        workflow.persistence.cleanup(job)
     if _interruption_times:
         _report_interruption(layout)
     else:

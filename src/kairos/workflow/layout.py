@@ -1,12 +1,11 @@
 """Layout of an experiment for the workflow: its folders and files, its training runs, stages, rules and jobs."""
 
-import glob
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import product
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,17 @@ from kairos.analyses.settings import AnalysisOptions, analysed_snapshots, snapsh
 from kairos.config import Experiment, freeze, load
 from kairos.downloads import warn_of_missing
 from kairos.evaluation.settings import InceptionOptions
-from kairos.files import glance
-from kairos.outside_files import hash_contents
-from kairos.stages import Stage, hash_stage_code, list_sections, list_stages, run_folder, select_fields
+from kairos.files import glance, write_json, write_text
+from kairos.stages import TRAIN, Stage, list_stages, run_folder
 from kairos.training.job import read_progress
+from kairos.validity import Result, Validity
 from kairos.workflow.rules import gpus_per_job
 
 FROZEN_VARIABLE = "KAIROS_EXPERIMENT"  # environment variable with the path of the controller's frozen experiment
 _INCEPTION_THREADS = 8  # of a job that computes features
 _SHARED = ("prepare", "autoencoder", "text", "encode", "extractor", "reference")
 TRAINING_STAGES = ("train", "sample", "evaluate")  # stages with jobs for each training run
+OUTDATED = Path(".kairos/outdated")  # input of every job whose results are not valid, newer than all of its outputs
 _SHARDS_FOLDER = ".shards"  # for the outputs and timing files of jobs that compute a shard
 
 
@@ -59,11 +59,13 @@ class Layout:
         experiment: the checked experiment.
         config_file: frozen copy of the experiment, which all jobs read.
         notes: lines for the user, printed before anything runs.
+        validity: decides which results are valid; None in the processes of jobs, where the controller has decided.
     """
 
     experiment: Experiment
     config_file: Path
     notes: list[str] = field(default_factory=list)
+    validity: Validity | None = None
 
     # Parts of the experiment
 
@@ -237,18 +239,6 @@ class Layout:
         return run_folder(self.results, method, seed).as_posix()
 
     @property
-    def external_reference(self) -> list[str]:
-        """The ``.npz`` file of real images that samples are compared with; empty if the data set is the reference."""
-        reference = self.experiment.evaluation.reference
-        return [reference] if reference.endswith(".npz") else []
-
-    @property
-    def start_weights(self) -> list[str]:
-        """The record of the snapshot that training runs start from; empty if they start from random weights."""
-        start = self.experiment.training.start_from
-        return [f"{start}/milestone.json"] if start else []
-
-    @property
     def analysis_outputs(self) -> list[str]:
         """Paths of the table (CSV) and figure (PNG) of each analysis."""
         return [f"{self.results}/analyses/{name}.{suffix}" for name in self.analyses for suffix in ("csv", "png")]
@@ -259,34 +249,22 @@ class Layout:
         return [snapshot_table_path(self.results, analysis, method, seed, step) for method, seed, step in snapshots]
 
     def analysis_inputs(self, analysis: str) -> list[str]:
-        """Return the paths of the files that the table of an analysis is computed from.
+        """Return the paths of the records that the table of an analysis is computed from.
 
-        These are its measurements at snapshots. An analysis that reads strategies or evaluations instead depends on
-        the records of all snapshots of all training runs. The list is empty for an analysis that reads none of these.
+        They are of its measurements at snapshots, or of all snapshots or evaluations, if it reads these.
         """
-        files = self.measurement_files(analysis)
-        # path of a snapshot's record in the folder of a training run, by the kind of results that an analysis reads
-        path_by_kind = {"strategies": "milestones/{}/milestone.json", "evaluations": "evaluation/{}.json"}
-        record_path = path_by_kind.get(self.analyses[analysis].reads)
-        if record_path is not None:
-            for (method, seed), snapshot in product(self.trainings, self.snapshots):
-                files.append(f"{self.training_folder(method, seed)}/{record_path.format(snapshot)}")
-        return files
-
-    def training_end(self, wildcards: Any) -> list[str]:
-        """Return a list with the path of a run's ``training.json`` for jobs of the last snapshot; else an empty list.
-
-        Jobs of other snapshots do not wait for the end of the training run, which this file records.
-        """
-        folder = self.training_folder(wildcards.method, wildcards.seed)
-        return [f"{folder}/training.json"] if wildcards.step == self.snapshots[-1] else []
+        stage = self.stages[f"analyse_{analysis}"]
+        return [self._record_path(result) for result in self._validity.list_needed(Result(stage.name))]
 
     def shard_path(self, stage: str, shard: str, method: str = "", seed: int | str = "", snapshot: str = "") -> str:
         """Return the path of a computed shard: a folder of latents, or a file of samples of a snapshot."""
+        # shards of other settings or code have another folder
+        key = self._validity.describe_stage(stage, None)["key"][:16]
         if stage == "encode":
-            return f"{self.results}/{_SHARDS_FOLDER}/latents.{shard}"
-        folder = f"{self.training_folder(method, seed)}/{_SHARDS_FOLDER}"
-        return f"{folder}/batch{self.experiment.sampling.batch_size}/{snapshot}.{shard}.npz"  # of whole batches
+            batch_size = self.experiment.autoencoder.encode_batch_size
+            return f"{self.results}/{_SHARDS_FOLDER}/{key}/batch{batch_size}/latents.{shard}"
+        folder = f"{self.training_folder(method, seed)}/{_SHARDS_FOLDER}/{key}"
+        return f"{folder}/batch{self.experiment.sampling.batch_size}/{snapshot}.{shard}.npz"
 
     def timing_file(self, stage: str, run: str | None = None, segment: int = 1, shard: str | None = None) -> str:
         """Return the path of the file with a job's times, which is no output, because it differs in every run.
@@ -302,31 +280,22 @@ class Layout:
             name = f"{_SHARDS_FOLDER}/{name}.{shard}"
         return f"{self.results}/timing/{name}.json"
 
-    def checksum_file(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
-        """Return the path of the file with the checksums of a job's outputs, for one segment of a training run."""
-        # the files of all runs and segments are in one folder, on which DVC's report stage can depend
-        return f"{self.results}/sums/{stage}/{method}_seed{seed}/{segment.number}.txt"
-
     def report_inputs(self) -> list[str]:
-        """Return the paths of all files that the report and the import into MLflow depend on.
-
-        First come the records of shared stages, then the files of each training run, then the checksum files of jobs,
-        then the tables and figures of analyses.
-        """
-        shared_records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
-        paths = [f"{self.results}/{record}.json" for record in shared_records]
-
-        # the files of a training run, relative to its folder
-        snapshot_files = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
-        training_files = ["training.json", "metrics.jsonl"]
-        for snapshot in self.snapshots:
-            training_files += [path.format(snapshot) for path in snapshot_files]
-
+        """Return the paths of the files that the report depends on: records of results, sample grids and metrics."""
+        paths = [self._record_path(result) for result in self._validity.list_needed(Result("report"))]
         for method, seed in self.trainings:
-            paths += [f"{self.training_folder(method, seed)}/{path}" for path in training_files]
-        for stage, (method, seed), segment in product(TRAINING_STAGES, self.trainings, self.segments):
-            paths.append(self.checksum_file(stage, method, seed, segment))
+            folder = self.training_folder(method, seed)
+            paths += [f"{folder}/training.json", f"{folder}/metrics.jsonl"]
+            paths += [f"{folder}/samples/{snapshot}.png" for snapshot in self.snapshots]
         return paths + self.analysis_outputs
+
+    def _record_path(self, result: Result) -> str:
+        return self._validity.path(result).as_posix()
+
+    @cached_property
+    def _validity(self) -> Validity:
+        """`validity`, or in a job one that only describes the experiment."""
+        return self.validity or Validity(self.experiment, self.results, reads_outside=True)
 
     # Values of the rules' directives
 
@@ -334,90 +303,63 @@ class Layout:
         """Return a wildcard constraint, a regular expression, that matches exactly the texts of the values."""
         return "|".join(re.escape(str(value)) for value in values)
 
-    def rule_params(self, stage: str) -> dict[str, Any]:
-        """Return the ``params:`` of a stage's rules: ``config`` and the keys of `dependencies`, as functions.
+    def input(self, *paths: str) -> Callable[[Any], list[str]]:
+        """Return an input function for records: those of valid results are ``ancient``, so that their age is ignored.
 
-        ``config`` returns the path of the frozen experiment. The other keys are those of `dependencies`. Each value is
-        a function of a job's wildcards. Snakemake runs a job again if a value other than ``config`` changes.
+        Args:
+            paths: paths of records, with Snakemake wildcards.
         """
-        row = self.stages[stage]
-        depends_on_method = row.name == "train"
+        from snakemake.io import ancient
 
-        # Snakemake calls the functions only for stages that have jobs, which saves the other hashes
-        @cache  # one hash for all functions and jobs of a method
-        def collect_values(method: str | None) -> dict[str, Any]:
-            return self.dependencies(stage, method)
+        def list_paths(wildcards: Any) -> list[str]:
+            filled = [path.format(**wildcards) for path in paths]
+            return [ancient(path) if self._is_valid_file(path) else path for path in filled]
 
-        # a function defined in the comprehension below would see only the last name
-        def build_function(name: str) -> Callable[[Any], Any]:
-            def find_value(wildcards: Any) -> Any:
-                method = wildcards.method if depends_on_method else None
-                return collect_values(method)[name]
+        return list_paths
 
-            return find_value
+    def outdated(self, stage: str, segment: Segment | None = None) -> Callable[[Any], list[str]]:
+        """Return an input function: `OUTDATED`, so that the job runs, unless all of its results are valid.
 
-        # the names of the fields are equal for all methods
-        sections = list_sections(self.experiment, row, self.methods[0] if depends_on_method else None)
-        names = [*select_fields(row, sections), "code", *(["outside"] if self.outside_paths(stage) else [])]
-        values = {name: build_function(name) for name in names}
-        return {**values, "config": self.config_argument}
-
-    def dependencies(self, stage: str, method: str | None = None) -> dict[str, Any]:
-        """Return the fields that a stage's results depend on, the hash of its ``code``, and of ``outside`` files.
-
-        `method` is the name of the method, for stage ``train``; other stages have equal fields for all methods.
+        Args:
+            stage: name of the stage.
+            segment: segment of the training run; None: the job has one result.
         """
-        row = self.stages[stage]
-        sections = list_sections(self.experiment, row, method)
-        values = {**select_fields(row, sections), "code": hash_stage_code(row, sections)}
-        return {**values, "outside": self.hash_outside_files(stage)} if self.outside_paths(stage) else values
 
-    def hash_outside_files(self, stage: str) -> str | None:
-        """Return the hash of the files outside of the results that a stage reads; None if there are none.
+        def list_paths(wildcards: Any) -> list[str]:
+            if self.validity is None:  # a job, of which the controller has decided that it runs
+                return []
+            seed = int(wildcards.seed) if hasattr(wildcards, "seed") else None
+            method, snapshot = wildcards.get("method"), wildcards.get("step")
+            snapshots = segment.snapshots if segment else [snapshot]
+            results = [Result(stage, method, seed, name) for name in snapshots]
+            is_valid = all(map(self.validity.is_valid, results))
+            if stage == TRAIN.name and segment and segment.is_last:
+                is_valid = is_valid and self._has_ended(results[-1])
+            return [] if is_valid else [OUTDATED.as_posix()]
 
-        If images or lists of the data set are not on this machine, it is the hash in the record of the data set.
-        """
-        paths = self.outside_paths(stage)
-        recorded = self.recorded_source() if stage == "prepare" else None
-        if recorded is not None:
-            return recorded
-        existing = [path for path in paths if os.path.exists(path)]
-        return hash_contents(existing) if existing else None
+        return list_paths
 
-    def recorded_source(self) -> str | None:
-        """Return the hash in the record of the data set, if a file of it is not on this machine; else None."""
-        if all(os.path.exists(path) for path in self.outside_paths("prepare")):
-            return None
-        recorded: str | None = glance(f"{self.results}/dataset/manifest.json").get("source_sha256")
-        return recorded
+    def _has_ended(self, result: Result) -> bool:
+        """Return True if the record of a training run is of the run, and at the step, of its last snapshot."""
+        record = glance(run_folder(self.results, str(result.method), str(result.seed)) / "training.json")
+        snapshot = self._validity.record(result)
+        return (record.get("identity"), record.get("steps")) == (snapshot["identity"], snapshot["step"])
 
-    def outside_paths(self, stage: str) -> list[str]:
-        """Return the paths of the files and folders outside of the results that a stage reads.
+    def _is_valid_file(self, path: str) -> bool:
+        """Return True if a file is the record of a valid result, another file of one, or outside of the results."""
+        if self.validity is None or not path.startswith(f"{self.results}/"):
+            return True
+        result = self.validity.find_result(path)
+        return result is None or self.validity.is_valid(result)
 
-        Some may be missing: a path of a network may be a hub id.
-        """
-        experiment = self.experiment
-        paths: list[str | None] = []
-        if stage == "prepare":
-            dataset = experiment.dataset
-            paths += dataset.caption_files
-            for section in dataset.sections:
-                # a list may be followed by the value that selects its lines, such as list_eval_partition.txt:0
-                paths.append(re.sub(r":\d+$", "", section.files) if section.files else None)
-                path = str(section.path) if section.path else ""
-                # a name that exists may contain characters of patterns; a pattern without files is missing
-                matches = [] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
-                paths += matches or [path]
-        elif stage == "autoencoder" and experiment.autoencoder.kind == "pretrained":
-            paths.append(experiment.autoencoder.path)
-        elif stage == "text" and experiment.text_encoder is not None:
-            paths.append(experiment.text_encoder.path)
-        elif stage == "extractor":
-            paths.append(getattr(experiment.evaluation.extractor, "path", None))
-        elif stage in ("reference", "evaluate"):
-            paths += self.external_reference
-            paths += [getattr(metric, "path", None) for metric in experiment.evaluation.metrics or ()]
-        return [path for path in paths if path]
+    def params(self, stage: str) -> dict[str, Any]:
+        """Return the ``params:`` of a stage's rules, as functions: ``config``, the frozen experiment, and ``key``."""
+
+        def find_key(wildcards: Any) -> str:
+            method = wildcards.method if stage == TRAIN.name else None
+            return str(self._validity.describe_stage(stage, method)["key"])
+
+        return {"config": self.config_argument, "key": find_key}
 
     def config_argument(self, wildcards: Any, output: Any) -> str:
         """Return the path of the frozen experiment as text.
@@ -443,11 +385,33 @@ def create_layout(experiment: Experiment) -> Layout:
         DamagedError: the record of these weights is damaged.
     """
     resolved, notes = experiment.resolve()
-    layout = Layout(resolved, config_file=freeze(resolved), notes=notes + warn_of_missing(resolved))
-    if layout.recorded_source() is not None:
-        record = f"{layout.results}/dataset/manifest.json"
+    results = f"results/{resolved.experiment}"
+    validity = Validity(resolved, results, reads_outside=True)
+    layout = Layout(resolved, freeze(resolved), notes + warn_of_missing(resolved), validity)
+    if validity.lacks_images:
+        record = validity.path(Result("prepare"))
         layout.notes.append(f"dataset: files are missing here; the hash in {record} is used in their place")
+    # different in each run, since Snakemake may compare contents
+    write_text(OUTDATED, f"Results of jobs with this input are not valid. Written at {time.time_ns()}.\n")
+    write_json(plan_file(layout.config_file), _list_keys(layout))
     return layout
+
+
+def plan_file(config_file: Path) -> Path:
+    """Return the path of the keys that a controller has planned with, beside its frozen experiment."""
+    return config_file.with_suffix(".keys.json")
+
+
+def _list_keys(layout: Layout) -> dict[str, str]:
+    """Return the key of each stage that computes results; of training, by ``train.METHOD``."""
+    keys = {}
+    for name in layout.stages:
+        if name == TRAIN.name:
+            for method in layout.methods:
+                keys[f"{name}.{method}"] = layout._validity.describe_stage(name, method)["key"]
+        else:
+            keys[name] = layout._validity.describe_stage(name, None)["key"]
+    return keys
 
 
 def load_frozen_layout() -> Layout:

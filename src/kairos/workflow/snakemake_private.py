@@ -14,16 +14,11 @@ kairos also relies on four behaviours that have no name. The tests on SLURM, ``t
 from pathlib import Path
 from typing import Any
 
-_PERSISTENCE = "snakemake.persistence:PersistenceBase"
 _JOB, _GROUP_JOB = "snakemake.jobs:Job", "snakemake.jobs:GroupJob"
 _GROUP_SETTINGS = "snakemake.settings.types:GroupSettings"
 _SLURM_EXECUTOR = "snakemake_executor_plugin_slurm:Executor"
 _PARTITION_LIMITS = "snakemake_executor_plugin_slurm.partitions:PartitionLimits"
 NAMES = [  # module and class, attribute, what would happen without the attribute
-    (_PERSISTENCE, "finished", "the inputs of a job would be hashed once for each of its outputs"),
-    ("snakemake.io:IOCache", "deactivate", "the inputs of a job would be hashed once for each of its outputs"),
-    ("snakemake.executors.touch:Executor", "SLEEPING_TIME", "`kairos ledger adopt` would wait 0.1 s for each job"),
-    (_PERSISTENCE, "_filter_incomplete_keys", "a killed job's deleted outputs would make its training run start over"),
     (_JOB, "_attempt", "a job that fails again in the same way would be retried `retries` times"),
     (_GROUP_JOB, "_attempt", "training runs that share a job would be retried, too"),
     (_JOB, "non_derived_params", "the controller could wait for an earlier job that does other work"),
@@ -32,47 +27,6 @@ NAMES = [  # module and class, attribute, what would happen without the attribut
     ("snakemake.resources:Resource", "parse_human_friendly", "kairos check could not read runtimes such as 2h"),
     (_PARTITION_LIMITS, "max_runtime", "kairos check could not compare a job's duration with the limits of partitions"),
 ]
-
-
-def is_recorded_as_complete(workflow: Any, job: Any) -> bool:
-    """Return True if Snakemake's metadata record a job as finished, and no output of it as incomplete.
-
-    An output is incomplete after the job has started again without finishing.
-    """
-    persistence = workflow.persistence
-    outputs = [str(output) for output in job.output]
-    return persistence.has_metadata(job) and not persistence._filter_incomplete_keys(outputs)
-
-
-def hash_inputs_once(workflow: Any) -> None:
-    """Let Snakemake hash each input of a finished job once for the job's metadata, and not once for each output.
-
-    The method `finished` of the workflow's persistence is replaced. Snakemake's cache of file properties, which it does
-    not use while jobs run, is active during this method alone.
-    """
-    persistence, cache = workflow.persistence, workflow.iocache
-    write_metadata = persistence.finished
-
-    async def finished(job: Any) -> None:
-        """Write the metadata of a finished job."""
-        for existence_cache in (cache.exists_local, cache.exists_in_storage):
-            # Snakemake's `clear` keeps the names of listed folders, whose files would then be treated as missing
-            existence_cache.has_inventory.clear()
-        cache.active = True
-        try:
-            await write_metadata(job)
-        finally:
-            cache.deactivate()
-
-    persistence.finished = finished
-
-
-def touch_without_pauses() -> None:
-    """Remove the pause of 0.1 s per job in ``snakemake --touch``, for the rest of this process."""
-    from snakemake.executors.touch import Executor
-
-    # the pause gives outputs later times than inputs, but inputs are compared by content here
-    Executor.SLEEPING_TIME = 0
 
 
 def prevent_retry(job: Any) -> None:

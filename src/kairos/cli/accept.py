@@ -1,0 +1,35 @@
+"""``kairos accept`` and ``kairos discard``: keep results of other code, or compute results anew."""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `kairos accept` or `kairos discard`."""
+    parser.add_argument("experiment", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
+    parser.add_argument("--stage", metavar="S", help="results of this stage alone, such as train or evaluate")
+    parser.add_argument("--method", metavar="M", help="results of the training runs of this method alone")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Change the records of an experiment's results, and print the number of changed or deleted files.
+
+    - `accept`: results whose settings and inputs are those of the experiment, and whose code alone differs, count as
+      computed by the present code. Reports keep saying that they were not.
+    - `discard`: records and states are deleted, and the next run of the workflow computes the results anew.
+
+    Raises:
+        ConfigError: the experiment file is not valid, or lacks the stage or the method. For `accept`, settings or
+            inputs of a result differ; no record is changed then.
+        KairosError: a run of the workflow computes these results.
+    """
+    from kairos.config import load
+    from kairos.workflow.records import accept, discard
+
+    experiment, _ = load(arguments.experiment).resolve()
+    results = Path("results") / experiment.experiment
+    change, past = (accept, "accepted") if arguments.command == "accept" else (discard, "deleted")
+    paths = change(experiment, results, arguments.stage, arguments.method)
+    for path in paths:
+        print(path)
+    print(f"{results}: {len(paths)} {past}")
