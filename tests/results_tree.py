@@ -13,7 +13,8 @@ import yaml
 from PIL import Image
 
 from kairos.config import Experiment, validate
-from kairos.files import sha256_json, write_json, write_record, write_text
+from kairos.files import sha256_file, sha256_json, write_json, write_record, write_text
+from kairos.validity import Validity
 
 METRIC = "frechet_classifier32"
 MACHINE = {"host": "node1", "cpu": "CPU 1", "gpu": None, "cpus": 2, "threads": 1, "processes": 1}
@@ -71,7 +72,18 @@ def write(
         for seed in seeds:
             is_edited = method in (edited or {})
             _write_training(results / "methods" / method / f"seed{seed}", experiment_config, method, seed, is_edited)
+    sign(experiment_config, results)
     return config, results
+
+
+def sign(experiment_config: Experiment, results: Path) -> None:
+    """Record that all results below a folder were computed from the experiment as it is."""
+    validity = Validity(experiment_config, results)
+    for stage in validity.stages:
+        for result in validity.list_results(stage):
+            if validity.path(result).is_file():
+                run = {"seed": result.seed, "device": "cpu"} if stage == "train" else {}
+                validity.sign(result, {**validity.describe(result), **run})
 
 
 def distance(method: str, seed: int, step: int) -> float:
@@ -247,3 +259,4 @@ def _write_milestone(
     path = folder / "samples" / f"{step:07d}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(grid).save(path)
+    write_record(path.with_suffix(".json"), {"files": {path.name: sha256_file(path)}})

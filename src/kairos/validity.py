@@ -294,7 +294,7 @@ class Validity:
             return [Change("record", "without what it was computed from", "computed by this experiment")]
         method = result.method if result.stage == TRAIN.name else None
         present = self.describe_stage(result.stage, method)
-        changes = list(compare_fields(recorded["fields"], present["fields"]))
+        changes = list(compare_fields(*(_name_method(fields["fields"], result) for fields in (recorded, present))))
         if result.stage == TRAIN.name:
             changes += self._compare_run(result, recorded)
         if recorded["outside"] != present["outside"] and (self._reads_outside or present["outside"] is not None):
@@ -406,7 +406,18 @@ class Validity:
                 if now[stage] is not None and before.get(stage) != now[stage]:
                     name = f"result of stage {stage} (SHA-256)"
                     changes.append(Change(name, _shorten(before.get(stage)), _shorten(now[stage])))
+            if changes and result.stage == TRAIN.name:
+                changes = self._explain_inputs(record["config"]) or changes
         return tuple({str(change): change for change in changes}.values())
+
+    def _explain_inputs(self, config: Record) -> list[Change]:
+        """Return the settings of the stages before training that differ from those in a snapshot's record."""
+        present = self.experiment.plain()
+        without_effect = {field for stage in self.stages.values() for field in stage.no_effect}
+        changes = []
+        for section in ("dataset", "autoencoder", "text_encoder"):
+            changes += compare_fields(config.get(section), present[section], section)
+        return [change for change in changes if change.field not in without_effect]
 
     def _find_other_code(self, result: Result) -> bool:
         recorded = self.record(result).get("computed_from")
@@ -423,6 +434,14 @@ def _describe_stage(stage: Stage, sections: Sections, outside_paths: Sequence[st
     code = hash_stage_code(stage, sections)
     key = sha256_json([stage.name, fields, code, outside])
     return {"fields": fields, "code": code, "outside": outside, "paths": list(outside_paths), "key": key}
+
+
+def _name_method(fields: Record, result: Result) -> Record:
+    """Return fields in which the method has the name of its field in the experiment file."""
+    if "method" not in fields:
+        return fields
+    others = {name: value for name, value in fields.items() if name != "method"}
+    return {f"methods.{result.method}": fields["method"], **others}
 
 
 def _replace_paths(value: Any, paths: set[str]) -> Any:
