@@ -50,9 +50,9 @@ def test_evaluations_with_other_reference_statistics_are_rejected(small):
     config, results = small
     path = results / "methods/uniform/seed0/evaluation/0000400.json"
     record = read_json(path)
-    record["protocol"]["reference_hash"] = "0" * 64
+    record["computed_from"]["inputs"]["reference"] = "0" * 64
     write_record(path, record)
-    with pytest.raises(KairosError, match=r"0000400\.json: its reference_hash 000000000000"):
+    with pytest.raises(KairosError, match=r"result of stage reference \(SHA-256\): 000000000000 → "):
         collect(load(config), results)
 
 

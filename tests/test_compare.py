@@ -18,7 +18,7 @@ from kairos.config import load
 from kairos.evaluation.settings import is_higher_better
 from kairos.files import read_json, write_record
 from kairos.report import formatting, ranking
-from kairos.report.collect import collect
+from kairos.report.collect import collect, load_recorded_experiment
 
 COLUMNS = [
     "experiment", "method", "seeds", "step", "metric", "value", "spread", "baseline", "difference", "low", "high",
@@ -221,6 +221,7 @@ def test_errors_of_different_predictions_are_not_compared(tmp_path, compare, cap
             "methods/*/seed*/milestones/*/milestone.json",
             lambda record, prediction=prediction: record["config"]["diffusion"].update(prediction=prediction),
         )
+        results_tree.sign(load_recorded_experiment(results), results)
     for metric in ("val_mlperf8_v", "val_loss_epsilon"):
         assert main(["compare", *map(str, folders), "--metric", metric]) == 2
         message = capsys.readouterr().err

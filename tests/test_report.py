@@ -321,8 +321,10 @@ def test_without_held_out_images_neither_page_nor_summary_has_rows_for_them(smal
     write_record(
         reference, {**record, "rows": {**record["rows"], "floor": {**record["rows"]["floor"], "n_samples": 333}}}
     )
+    results_tree.sign(load(small[0]), small[1])
     assert page_of(*small).count("(of 333 images, all that are held out)") == 1
     write_record(reference, {**record, "rows": rows, "reference": "all"})
+    results_tree.sign(load(small[0]), small[1])
     content = page_of(*small)
     assert "validation_loss" not in content and "#validation" not in content and "held-out real images" not in content
     assert "statistics of all images" in content
@@ -348,6 +350,7 @@ def test_the_page_shows_recorded_values_that_differ_from_the_settings(small):
         record["validation"]["images"] = 20
         record["protocol"] |= {"n_samples": 390, "scheduler": "heun", "guidance_scale": 1.5}
         write_record(path, record)
+    results_tree.sign(experiment, results)
     facts = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page_of(*small), re.DOTALL))
     assert (experiment.evaluation.loss_images, experiment.evaluation.strata) == (256, 32)
     assert "20 held-out images" in facts["Validation loss"] and "18 strata" in facts["Validation loss"]
@@ -370,6 +373,7 @@ def test_conditions_are_shown_with_the_generated_images(small, conditions):
     for path in small[1].glob("methods/*/seed*/milestones/*/milestone.json"):
         kinds = {name: {"kind": name} for name in conditions}
         write_record(path, read_json(path) | {"conditions": kinds, "config": load(small[0]).plain()})
+    results_tree.sign(load(small[0]), small[1])
     results = collect(load(small[0]), small[1])
     figure = draw_conditional_samples(results, plot_style.assign_styles(results.methods, results.baseline))
     columns = ["low resolution"] * (len(conditions) - 1) + ["real", *results.methods]

@@ -21,6 +21,7 @@ import results_tree
 from commands import Commands
 from kairos.cli import main
 from kairos.cli.common import open_listening_socket
+from kairos.config import load
 from kairos.status import render
 from kairos.status.server import Server
 from kairos.training.job import ProgressFile
@@ -308,6 +309,7 @@ def test_the_page_follows_a_training_run(commands: Commands) -> None:
     latents = make_latents(Path("results/case"))
     values = case({"uniform": {}}, training__milestones=[100], training__checkpoint_every=10, training__threads=1)
     write_experiment(Path("case.yaml"), values)
+    results_tree.sign(load("case.yaml"), Path("results/case"))
     out = Path("results/case/methods/uniform/seed0")
     line = train_command(Path("case.yaml").absolute(), "uniform", out.absolute(), latents.absolute())
     with served(Path("case.yaml")) as port:

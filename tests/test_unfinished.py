@@ -75,14 +75,14 @@ def test_damaged_results_and_those_of_another_run_do_not_count(tree):
     _, results = tree
     (results / "methods/uniform/seed0/evaluation/0000200.json").write_text('{"step": 200, "metr')
     path = results / "methods/min_snr/seed0/milestones/0000400/milestone.json"
-    write_record(path, read_json(path) | {"identity": "1" * 64})  # a new run; the evaluation is of the earlier one
+    write_record(path, read_json(path) | {"files": {"ema": "1" * 64}})  # of a new run
     path = results / "methods/min_snr/seed1/training.json"
     write_record(path, read_json(path) | {"identity": "2" * 64})
     collected = collect(load(tree[0]), results, unfinished=True)
     steps = {(run.method, run.seed): [snapshot.step for snapshot in run.snapshots] for run in collected.runs}
     assert steps["uniform", 0] == [0, 100, 400] and steps["min_snr", 0] == [0, 100, 200]
     assert [line.partition(":")[0] for line in collected.missing] == ["uniform seed 0", "min_snr seed 0"]
-    assert "damaged" in collected.missing[0] and "another training run" in collected.missing[1]
+    assert "damaged" in collected.missing[0] and "result of stage train" in collected.missing[1]
     # metrics and times are of the earlier run
     run = collected.runs_of("min_snr")[1]
     assert run.metrics.empty and not run.seconds_by_step and run.started is None

@@ -36,6 +36,7 @@ def write_tree(root, gaussian=5.0, faults=()):
         evaluation = read_json(path)
         added = evaluate._find_gaussian_warnings(evaluation["metrics"], record)  # as the stage stores them
         write_record(path, evaluation | {"warnings": [*faults, *evaluation["warnings"], *added]})
+    results_tree.sign(load(config), folder)
     return config, folder
 
 
