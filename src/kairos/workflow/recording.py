@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from kairos.config import Experiment
-from kairos.files import DamagedError, glance, read_json, sha256_json, write_json, write_text
+from kairos.files import DamagedError, glance, read_json, sha256_json, write_json, write_record, write_text
 from kairos.report.collect import Results, collect
 from kairos.stages import TRAIN, run_folder
 from kairos.validity import Change, Result, Validity, compare_fields, format_changes
@@ -42,7 +42,7 @@ def record(experiment: Experiment, results: Path, out: Path) -> None:
     _write_summary(collect(experiment, results), results / "summary")
     for name in _FOLDERS:
         if not (results / name).exists():
-            write_json(results / name / "none.json", {"reason": f"the experiment has no {name}"})
+            write_record(results / name / "manifest.json", {"reason": f"the experiment has no {name}"})
     validity = Validity(experiment, results)
     contents, stages = {}, {}
     for stage in validity.stages:
