@@ -84,8 +84,9 @@ def test_a_bad_experiment_file_is_rejected_in_one_message(problems):
         "train --config BAD --method a --seed 0 --out out",
         "report --config BAD",
         "doctor --config BAD",
-        "ledger fingerprints --config BAD --out out",
-        "ledger run prepare --config BAD",
+        "record --config BAD --out out",
+        "accept BAD",
+        "discard BAD",
     ]
     assert problems(others, ("missing", "binary", "folder")) == []
 
@@ -95,7 +96,6 @@ def test_an_output_path_that_cannot_be_written_is_rejected_in_one_message(proble
     others = [
         "strategies show speed --format png --out BAD",
         "strategies increments --format csv --out BAD",
-        "ledger fingerprints --config right.yaml --out BAD",
     ]
     assert problems(others, ("folder", "text/below", "/proc/x/y")) == []
 

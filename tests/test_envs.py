@@ -145,5 +145,5 @@ def test_the_oldest_tested_versions_are_the_lowest_that_the_library_allows():
 
 def test_make_lists_its_targets():
     ended = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for target in ("demo", "run", "test", "test-long", "ui", "record", "adopt", "reproduce", "lint", "format", "clean"):
+    for target in ("demo", "run", "test", "test-long", "ui", "pull", "reproduce", "lint", "format", "clean"):
         assert f"make {target} " in ended.stdout

@@ -24,6 +24,7 @@ from kairos.downloads import list_requirements
 from kairos.evaluation import classifier
 from kairos.evaluation.settings import ClassifierOptions
 from kairos.report.collect import load_real_images
+from kairos.validity import Validity, expand_path, list_outside_paths
 from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError, KairosError
 from test_data import config, folder_config, write_images
@@ -204,7 +205,8 @@ def test_the_workflow_depends_on_separate_heldout_files(tmp_path):
         (tmp_path / f"{name}.parquet").touch()
     paths = {"path": str(tmp_path / "train-*.parquet"), "heldout": str(tmp_path / "test-*.parquet")}
     parquet = make_layout(source="parquet", **paths)
-    names = [file.rsplit("/")[-1] for file in parquet.outside_paths("prepare")]
+    paths_of_files = [file for path in list_outside_paths(parquet.experiment, "prepare") for file in expand_path(path)]
+    names = [file.rsplit("/")[-1] for file in paths_of_files]
     assert names == ["train-0.parquet", "train-1.parquet", "test-0.parquet"]
     assert [need.name.rsplit("/")[-1] for need in list_requirements(parquet.experiment)[:2]] == [
         "train-*.parquet",
@@ -215,17 +217,21 @@ def test_the_workflow_depends_on_separate_heldout_files(tmp_path):
     write_images(tmp_path / "held", 2)
     with_heldout = make_layout(source="folder", path=str(tmp_path / "in"), heldout=str(tmp_path / "held"))
     without_heldout = make_layout(source="folder", path=str(tmp_path / "in"))
-    hashes = [with_heldout.hash_outside_files("prepare")]
-    before_without_heldout = without_heldout.hash_outside_files("prepare")
+
+    def hash_files(layout: Layout) -> str:
+        return Validity(layout.experiment, tmp_path, reads_outside=True).describe_stage("prepare", None)["outside"]
+
+    hashes = [hash_files(with_heldout)]
+    before_without_heldout = hash_files(without_heldout)
     write_images(tmp_path / "held", 3)
-    hashes.append(with_heldout.hash_outside_files("prepare"))
+    hashes.append(hash_files(with_heldout))
     write_images(tmp_path / "elsewhere", 1)
     (tmp_path / "held/linked").symlink_to(tmp_path / "elsewhere")
-    hashes.append(with_heldout.hash_outside_files("prepare"))
+    hashes.append(hash_files(with_heldout))
     write_images(tmp_path / "elsewhere", 2)
-    hashes.append(with_heldout.hash_outside_files("prepare"))
+    hashes.append(hash_files(with_heldout))
     assert len(set(hashes)) == 4
-    assert without_heldout.hash_outside_files("prepare") == before_without_heldout
+    assert hash_files(without_heldout) == before_without_heldout
 
 
 def test_both_splits_of_a_hub_data_set_are_fetched():

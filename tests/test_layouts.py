@@ -19,6 +19,7 @@ from kairos.data.source_statistics import count_images
 from kairos.data.sources import open_source
 from kairos.downloads import list_requirements
 from kairos.files import DamagedError
+from kairos.validity import list_outside_paths
 from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError, KairosError
 from test_data import config, folder_config, random_image, write_images
@@ -125,10 +126,10 @@ def test_the_workflow_depends_on_zips_and_lists(tmp_path):
         return Layout(validate({"experiment": "e", "dataset": dataset, "methods": {"u": {}}}), Path("unused"))
 
     zips = make_layout(source="zip", **paths)
-    assert zips.outside_paths("prepare") == [paths["path"], paths["heldout"]]
+    assert list_outside_paths(zips.experiment, "prepare") == [paths["path"], paths["heldout"]]
     assert [need.find() for need in list_requirements(zips.experiment)[:2]] == [paths["path"], paths["heldout"]]
     lists = make_layout(source="folder", path="in", files=f"{tmp_path}/list.txt:0", heldout=f"{tmp_path}/list.txt:1")
-    assert set(lists.outside_paths("prepare")) == {"in", str(tmp_path / "list.txt")}
+    assert set(list_outside_paths(lists.experiment, "prepare")) == {"in", str(tmp_path / "list.txt")}
     assert validate(
         {
             "experiment": "e",

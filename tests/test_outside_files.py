@@ -7,9 +7,10 @@ import pytest
 
 from kairos import outside_files
 from kairos.config import validate
-from kairos.files import sha256_file, write_record
+from kairos.files import sha256_file
 from kairos.outside_files import hash_contents
-from kairos.workflow.layout import Layout, create_layout
+from kairos.validity import Result, Validity
+from kairos.workflow.layout import create_layout
 from test_data import write_images
 from training_case import experiment, write_experiment
 
@@ -91,23 +92,27 @@ def test_missing_images_have_the_recorded_hash(tmp_path, monkeypatch):
     plain = experiment({"uniform": {}}, **dataset, evaluation__num_samples=80)
     write_experiment(Path("x.yaml"), plain)
     assert main(["prepare", "--config", "x.yaml"]) == 0
-    before = Layout(validate(plain), Path("x.yaml")).dependencies("prepare")
-    assert create_layout(validate(plain)).recorded_source() is None
+    before = describe(plain, "prepare")
+    assert not create_layout(validate(plain)).validity.lacks_images
     Path("photos").rename("elsewhere")
     layout = create_layout(validate(plain))
-    assert layout.dependencies("prepare") == before and layout.recorded_source() and layout.notes
+    assert layout.validity.lacks_images and any("files are missing" in note for note in layout.notes)
+    assert describe(plain, "prepare") == before
+    assert layout.validity.is_valid(Result("prepare"))
+    plain["dataset"]["path"] = "elsewhere"  # the content counts, and not the path
+    assert describe(plain, "prepare")["key"] == before["key"]
+    Path("elsewhere/000.png").unlink()
+    assert describe(plain, "prepare")["key"] != before["key"]
 
 
-def test_present_lists_do_not_replace_the_recorded_hash_of_missing_images(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("names.txt").write_text("0.png\n")
-    dataset = {"dataset__source": "folder", "dataset__path": "photos", "dataset__files": "names.txt"}
-    layout = Layout(validate(experiment({"uniform": {}}, **dataset, dataset__resolution=8)), Path("unused"))
-    assert layout.recorded_source() is None
-    write_record("results/case/dataset/manifest.json", {"source_sha256": "recorded"})
-    assert layout.hash_outside_files("prepare") == "recorded"
-    digits = Layout(validate(experiment({"uniform": {}})), Path("unused"))
-    assert digits.hash_outside_files("prepare") is None and "outside" not in digits.dependencies("prepare")
+def describe(plain: dict, stage: str) -> dict:
+    """Return what a stage of an experiment depends on."""
+    experiment_config = validate(plain)
+    return Validity(experiment_config, f"results/{experiment_config.experiment}", True).describe_stage(stage, None)
+
+
+def test_files_count_where_a_stage_reads_any():
+    assert describe(experiment({"uniform": {}}), "prepare")["outside"] is None
 
 
 def test_replaced_networks_of_the_evaluation_count(tmp_path, monkeypatch):
@@ -116,8 +121,7 @@ def test_replaced_networks_of_the_evaluation_count(tmp_path, monkeypatch):
     Path("real.npz").write_text("1")
     evaluation = {"extractor": {"name": "inception", "path": "weights.pth"}, "reference": "real.npz"}
     plain = {**experiment({"uniform": {}}), "evaluation": {**evaluation, "num_samples": 3000}}
-    layout = Layout(validate(plain), Path("unused"))
-    before = {stage: layout.dependencies(stage) for stage in ("extractor", "reference")}
+    before = {stage: describe(plain, stage)["key"] for stage in ("extractor", "reference")}
     Path("weights.pth").write_text("2")
     Path("real.npz").write_text("2")
-    assert all(layout.dependencies(stage) != before[stage] for stage in before)
+    assert all(describe(plain, stage)["key"] != before[stage] for stage in before)

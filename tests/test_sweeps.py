@@ -15,7 +15,6 @@ from kairos.report.collect import collect
 from kairos.report.curve_figures import group_swept_methods
 from kairos.report.plot_style import assign_styles
 from kairos_timesteps.errors import ConfigError
-from test_dvc import LIST_STAGES
 from workflow_copy import Copy
 
 SPEED = {"sampler": "speed", "grid": {"sampler.k": [1, 2.5, 5.0]}}
@@ -105,27 +104,6 @@ def test_snakemake_and_kairos_commands_list_the_methods_of_a_sweep(copy, monkeyp
     assert main(["plan", "params.yaml", "--tflops", "1", "--format", "json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert list(planned["gpu_hours"]) == ["uniform", "speed-k=1", "speed-k=2.5", "speed-k=5"]
-
-
-@pytest.mark.long
-def test_dvc_stages_follow_the_methods_of_a_sweep(copy):
-    table = copy.folder / "table.yaml"
-    before = (copy.folder / "dvc.yaml").read_text()
-    fingerprints = ("kairos", "ledger", "fingerprints", "--out", str(table))
-    result = copy.run_forked(*fingerprints)
-    assert result.returncode == 1 and "dvc.yaml now lists the methods of params.yaml" in result.stderr
-    assert copy.run_forked(*fingerprints).returncode == 0
-    listed = json.loads(copy.run_forked("python", "-c", LIST_STAGES).stdout)["stages"]
-    stage = listed["train@speed-k=2.5-0"]
-    assert stage["cmd"] == "kairos ledger run train --method speed-k=2.5 --seed 0"
-    (key,) = stage["params"]["results/demo/dependencies.yaml"]
-    assert [name for name in listed if name.startswith("train@")][:2] == ["train@uniform-0", "train@speed-k=1-0"]
-    code = "from dvc.repo import Repo; from dvc.dependency.param import read_param_file as read; "
-    code += f"print(read(Repo('.').fs, {str(table)!r}, [{key!r}], flatten=True))"
-    assert "'k': 2.5" in copy.run_forked("python", "-c", code).stdout
-    with copy.edited("params.yaml", "    grid:\n      sampler.k:\n      - 1\n      - 2.5\n      - 5.0\n", ""):
-        assert copy.run_forked(*fingerprints).returncode == 1
-        assert (copy.folder / "dvc.yaml").read_text() == before
 
 
 @pytest.mark.parametrize("best", ["one", "two", "three"])

@@ -29,7 +29,7 @@ LAST_STAGES = {"report": 1, "track": 1}
 
 @pytest.fixture(scope="module")
 def pretended(tmp_path_factory):
-    """Copy of the repository in which Snakemake's metadata record everything as computed, for dry runs."""
+    """Copy of the repository in which everything counts as computed, for dry runs."""
     copy = Copy(tmp_path_factory.mktemp("pretended"))
     copy.pretend()
     return copy
@@ -121,7 +121,7 @@ def test_jobs_read_a_frozen_copy_of_the_experiment(tmp_path, monkeypatch):
     assert re.fullmatch(r"edited-[0-9a-f]{16}\.yaml", frozen_copy.name)
     assert frozen_copy.parent == tmp_path / ".kairos/config"
     for rule in ("prepare", "train", "sample", "evaluate"):
-        assert first.rule_params(rule)["config"](None, None) == first.config_file.as_posix()
+        assert first.params(rule)["config"](None, None) == first.config_file.as_posix()
 
     in_a_job = open_with_seed(2)  # each job's Snakemake inherits FROZEN_VARIABLE from the controller
     assert in_a_job.experiment == first.experiment and in_a_job.experiment.seeds == [1]
@@ -243,7 +243,7 @@ def test_a_failed_import_is_repeated(pretended):
 @pytest.mark.long
 def test_a_second_controller_is_rejected_while_one_runs(pretended, monkeypatch):
     monkeypatch.chdir(pretended.folder)
-    with closing(controller._lock_results(Path("results/tiny"))):
+    with closing(controller.lock_results(Path("results/tiny"))):
         result = pretended.snakemake("--forcerun", "report")
         assert result.returncode == 2
         assert f"pid {os.getpid()} on {socket.gethostname()}" in result.stderr
@@ -301,18 +301,29 @@ def test_snakemake_called_by_its_path_finds_kairos(computed, monkeypatch):
 
 
 @pytest.mark.long
-def test_deleted_outputs_are_computed_from_step_0(computed):
-    for path in (computed.folder / FOLDER).glob("milestones/*/milestone.json"):
-        path.unlink()
-    (computed.folder / FOLDER / "training.json").unlink()
+def test_deleted_and_forced_results_are_those_of_the_state_until_they_are_discarded(computed):
+    def delete() -> None:
+        for path in (computed.folder / FOLDER).glob("milestones/*/milestone.json"):
+            path.unlink()
+        (computed.folder / FOLDER / "training.json").unlink()
+
+    before = (computed.folder / FOLDER / "training.json").read_bytes()
+    delete()
+    assert run(computed, *TRAIN) == 0
+    assert run(computed, "--forcerun", "train_1", *TRAIN) == 0
+    assert (computed.folder / FOLDER / "training.json").read_bytes() == before
+    ended = computed.run("kairos", "discard", "params.yaml", "--stage", "train", "--method", "adaptive")
+    assert ended.returncode == 0 and f"{FOLDER}/training.json" in ended.stdout, ended.stderr
     assert run(computed, *TRAIN) == 40
+    assert (computed.folder / FOLDER / "training.json").read_bytes() == before
 
 
 @pytest.mark.long
-def test_a_forced_training_starts_over_and_a_controller_killed_before_its_metadata_loses_nothing(computed, request):
-    """The controller is stopped while a forced run waits to train, and killed after the first segment is written."""
+def test_a_controller_that_is_killed_before_its_metadata_loses_nothing(computed, request):
+    """The controller is stopped while a run waits to train, and killed after the first segment is written."""
     before = (computed.folder / FOLDER / "training.json").read_bytes()
-    command = ["snakemake", "--cores", "1", "--configfile", "params.yaml", "--forcerun", "train_1", *TRAIN]
+    assert computed.run("kairos", "discard", "params.yaml", "--stage", "train").returncode == 0
+    command = ["snakemake", "--cores", "1", "--configfile", "params.yaml", *TRAIN]
     # the job waits for the lock of its training run, so the controller is stopped before the job can end
     with open(computed.folder / "controller.log", "w") as log, lock_run_folder(computed.folder / FOLDER / ".state"):
         controller = subprocess.Popen(
@@ -327,7 +338,7 @@ def test_a_forced_training_starts_over_and_a_controller_killed_before_its_metada
     assert (computed.folder / FOLDER / "milestones/0000020/milestone.json").exists()
     controller.kill()
     controller.wait()
-    assert "20 steps computed" in (computed.folder / "controller.log").read_text()  # a forced run starts from step 0
+    assert "20 steps computed" in (computed.folder / "controller.log").read_text()
     assert run(computed, *TRAIN) == 20  # the second segment alone
     assert computed.to_do("--", f"{FOLDER}/training.json", config="params.yaml") == {}
     assert (computed.folder / FOLDER / "training.json").read_bytes() == before

@@ -118,11 +118,12 @@ PRETEND = """
 import os
 from kairos.config import load
 from kairos.files import write_record
+from kairos.validity import Validity
 from kairos.workflow.layout import create_layout
 
 def pretend(config):
     layout = create_layout(load(config))
-    validity = layout.validity
+    validity = Validity(layout.experiment, layout.results, reads_outside=True)
     for stage in validity.stages:
         for result in validity.list_results(stage):
             fields = {"imported": True, "uri": os.environ["MLFLOW_TRACKING_URI"], "content_sha256": stage}

@@ -18,6 +18,7 @@ from kairos.stages import TRAIN, Stage, list_stages, run_folder
 from kairos.training.job import read_progress
 from kairos.validity import Result, Validity
 from kairos.workflow.rules import gpus_per_job
+from kairos.workflow.snakemake_private import mark_ancient
 
 FROZEN_VARIABLE = "KAIROS_EXPERIMENT"  # environment variable with the path of the controller's frozen experiment
 _INCEPTION_THREADS = 8  # of a job that computes features
@@ -309,11 +310,10 @@ class Layout:
         Args:
             paths: paths of records, with Snakemake wildcards.
         """
-        from snakemake.io import ancient
 
         def list_paths(wildcards: Any) -> list[str]:
             filled = [path.format(**wildcards) for path in paths]
-            return [ancient(path) if self._is_valid_file(path) else path for path in filled]
+            return [mark_ancient(path) if self._is_valid_file(path) else path for path in filled]
 
         return list_paths
 

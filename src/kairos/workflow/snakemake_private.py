@@ -29,6 +29,13 @@ NAMES = [  # module and class, attribute, what would happen without the attribut
 ]
 
 
+def mark_ancient(path: str) -> Any:
+    """Return an input of a rule whose age Snakemake ignores."""
+    from snakemake.io import ancient
+
+    return ancient(path)
+
+
 def prevent_retry(job: Any) -> None:
     """Prevent another attempt of a job, or group of jobs, whose present attempt has failed.
 
