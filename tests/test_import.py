@@ -19,9 +19,9 @@ from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import validation_loss
 from kairos.files import read_json, write_record
 from kairos.milestones import open_milestone
-from kairos.training.identity import compute_identity
 from kairos.training.import_weights import published_diffusion
 from kairos.training.settings import read_run_settings
+from kairos.validity import describe_training, training_identity
 from kairos_timesteps.errors import ConfigError, KairosError
 from training_case import build_model, experiment, make_latents, train
 
@@ -269,9 +269,8 @@ def test_the_identity_contains_the_start_weights_and_another_model_is_rejected(t
     shutil.copytree(*starts)
     plain = [experiment({"uniform": {}}, training__start_from=str(start)) for start in starts]
     manifest = read_json(latents / "manifest.json")
-    assert (
-        len({compute_identity(read_run_settings(one, "uniform", 0), manifest, "cpu")["identity"] for one in plain}) == 1
-    )
+    described = [describe_training(read_run_settings(one, "uniform", 0), manifest, "cpu") for one in plain]
+    assert len(set(map(training_identity, described))) == 1
     plain[0]["model"]["width"] = 32
     with pytest.raises(KairosError, match=r"training.start_from: got model.width: 16 .* allowed: 32"):
         train(plain[0], "uniform", 0, tmp_path / "other", latents, [0])

@@ -8,16 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from kairos import devices
 from kairos.cli import main
 from kairos.config import freeze, load, plugins, validate
 from kairos.files import DamagedError, read_json
 from kairos.stages import TRAIN, hash_stage_code
-from kairos.training.identity import compute_identity
 from kairos.training.settings import read_run_settings
-from kairos.workflow.layout import Layout
+from kairos.validity import Validity, describe_training, training_identity
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import ConfigError, KairosError
 from training_case import experiment, hashes, make_latents, train_command, write_experiment
@@ -282,22 +280,23 @@ print(hash_plugins(load({str(kept)!r}).methods)['my_strategies'])"
 def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
     Path("deep").mkdir()
     plain, manifest = make_case(), {"content_sha256": "", "autoencoder_sha256": ""}
-    identities = [
-        compute_identity(read_run_settings(plain, method, 0), manifest, "cpu")["identity"] for method in METHODS
-    ]
-    stages = ("prepare", "train", "sample", "evaluate", "report")
-    layout = Layout(validate(plain), Path("unused"))
-    before = [layout.dependencies(stage, "power") for stage in stages]
-    without = experiment({"uniform": {}})
-    assert compute_identity(read_run_settings(without, "uniform", 0), manifest, "cpu")["identity"] == identities[0]
+
+    def identity(config: dict, method: str) -> str:
+        return training_identity(describe_training(read_run_settings(config, method, 0), manifest, "cpu"))
+
+    def list_keys(config: dict) -> list[str]:
+        validity = Validity(validate(config), "unused")
+        stages = ("prepare", "train", "sample", "evaluate", "report")
+        return [validity.describe_stage(stage, "power" if stage == "train" else None)["key"] for stage in stages]
+
+    identities = [identity(plain, method) for method in METHODS]
+    before = list_keys(plain)
+    assert identity(experiment({"uniform": {}}), "uniform") == identities[0]
     plugins.forget("my_strategies")
     Path("my_strategies.py").rename("deep/renamed.py")
     moved = make_case("deep/renamed.py")
-    assert [
-        compute_identity(read_run_settings(moved, method, 0), manifest, "cpu")["identity"] for method in METHODS
-    ] == identities
-    layout = Layout(validate(moved), Path("unused"))
-    assert [layout.dependencies(stage, "power") for stage in stages] == before
+    assert [identity(moved, method) for method in METHODS] == identities
+    assert list_keys(moved) == before
 
 
 def test_the_identity_contains_the_imported_text(folder):
@@ -353,7 +352,7 @@ def test_a_run_with_a_plugin_rejects_code_that_was_edited_since_its_start(folder
     status, output = train(frozen, "first")
     assert status == 0, output
     record = read_json("first/training.json")
-    assert record["parts"]["method"]["sampler"]["name"] == "test_power" and hashes(Path("first"))
+    assert record["computed_from"]["fields"]["method"]["sampler"]["name"] == "test_power" and hashes(Path("first"))
     assert read_json("first/milestones/0000004/milestone.json")["config"]["plugins"] == ["my_strategies.py"]
 
     edit("p**self.exponent", "p")
@@ -374,34 +373,6 @@ def test_all_processes_of_a_run_import_the_plugin(folder, commands):
     statuses = commands.run_ranks(train_command(freeze(load(file)), "power", "out", latents), logs)
     assert statuses == [0, 0], "\n".join(log.read_text() for log in logs)
     assert read_json("out/training.json")["provenance"]["processes"] == 2
-
-
-def test_dvc_depends_on_plugin_files(folder, capsys):
-    plain = make_case(experiment="demo")
-    write_experiment(Path("params.yaml"), plain)
-    shutil.copy(ROOT / "dvc.yaml", "dvc.yaml")
-    Path("workflow").mkdir()
-    shutil.copy(ROOT / "workflow/dvc.yaml", "workflow/dvc.yaml")
-    before = Path("workflow/dvc.yaml").read_text()
-    table = ["ledger", "fingerprints", "--out", "table.yaml"]
-    assert main(table) == 1
-    assert "workflow/dvc.yaml now lists the plugin files of params.yaml; commit it" in capsys.readouterr().err
-    added = yaml.safe_load(Path("workflow/dvc.yaml").read_text())["stages"]["dependencies"]["deps"]
-    assert added == [*yaml.safe_load(before)["stages"]["dependencies"]["deps"], "my_strategies.py"]
-    assert main(table) == 0
-    first = yaml.safe_load(Path("table.yaml").read_text())
-    edit("SCALE = 1", "# a comment\nSCALE = 1")
-    assert main(table) == 0
-    assert yaml.safe_load(Path("table.yaml").read_text()) == first
-    edit("p**self.exponent", "p")
-    assert main(table) == 0
-    second = yaml.safe_load(Path("table.yaml").read_text())
-    assert {stage for stage in first if first[stage] != second[stage]} == {"train"}
-    changed = {method for method in METHODS if first["train"][method] != second["train"][method]}
-    assert changed == {"power", "coupled"}  # both are in the file
-    write_experiment(Path("params.yaml"), experiment({"uniform": {}}, experiment="demo", evaluation__num_samples=200))
-    assert main(table) == 1
-    assert Path("workflow/dvc.yaml").read_text() == before
 
 
 @pytest.fixture

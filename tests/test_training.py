@@ -59,12 +59,6 @@ def components(out: Path) -> dict[str, str]:
     return read_json(out / "training.json")["components"]
 
 
-def mark_to_start_over(out: Path) -> None:
-    """Mark a run to start over, as the controller does for a forced run."""
-    for path in out.glob(".state/*/complete/*.json"):
-        path.with_suffix(".start_over").touch()
-
-
 def test_outputs_of_a_training_run_are_complete(finished):
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 41))
@@ -95,7 +89,6 @@ def test_segments_equal_one_training_run(half, finished, latents, tmp_path):
 
 def test_raising_the_last_milestone_computes_only_the_new_steps(half, finished, latents, tmp_path):
     out = shutil.copytree(half, tmp_path / "run")
-    mark_to_start_over(out)
     shutil.rmtree(out / "milestones")  # DVC and Snakemake do so before they rerun a job
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 20
     assert components(out) == components(finished) and check_milestone(out / "milestones" / "0000020")
@@ -157,13 +150,6 @@ def test_a_finished_part_is_published_after_a_power_loss_damaged_later_metrics(h
         file.write(damaged + b"\n")
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20])["steps_run"] == 0
     assert components(out) == complete
-
-
-def test_a_marked_run_starts_over(finished, latents, tmp_path):
-    out = shutil.copytree(finished, tmp_path / "run")
-    mark_to_start_over(out)
-    assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 40
-    assert components(out) == components(finished)
 
 
 @pytest.mark.parametrize(

@@ -239,11 +239,6 @@ class Layout:
         """Return the folder of a training run."""
         return run_folder(self.results, method, seed).as_posix()
 
-    @property
-    def analysis_outputs(self) -> list[str]:
-        """Paths of the table (CSV) and figure (PNG) of each analysis."""
-        return [f"{self.results}/analyses/{name}.{suffix}" for name in self.analyses for suffix in ("csv", "png")]
-
     def measurement_files(self, analysis: str) -> list[str]:
         """Return the paths of an analysis' measurements, one per snapshot that it selects; empty if it reads none."""
         snapshots = analysed_snapshots(self.analyses[analysis], self.experiment)
@@ -288,7 +283,7 @@ class Layout:
             folder = self.training_folder(method, seed)
             paths += [f"{folder}/training.json", f"{folder}/metrics.jsonl"]
             paths += [f"{folder}/samples/{snapshot}.png" for snapshot in self.snapshots]
-        return paths + self.analysis_outputs
+        return paths + [f"{self.results}/analyses/{name}.png" for name in self.analyses]
 
     def _record_path(self, result: Result) -> str:
         return self._validity.path(result).as_posix()
