@@ -24,7 +24,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run cluster test test-library test-trainers test-long test-all test-nightly test-cluster systems recipes gpu gpu-wheels ui record adopt reproduce docs lint format clean
+.PHONY: help setup demo run cluster test test-library test-trainers test-long test-all test-nightly test-cluster systems recipes gpu gpu-wheels ui pull reproduce docs lint format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -85,13 +85,10 @@ gpu-wheels:  ## download pydantic, jaxtyping and diffusers for a GPU machine wit
 ui: setup  ## look at the imported runs in MLflow (FLAGS="--port 5001 --no-open")
 	@exec $(BIN)/kairos ui $(FLAGS)
 
-record: setup  ## version the demo's results in DVC, as Snakemake has just computed them
-	@$(BIN)/kairos ledger record
+pull: setup  ## after a clone: pull the results that DVC stores, and list what is not valid for params.yaml and the code
+	@$(BIN)/dvc pull && exec $(BIN)/kairos status params.yaml
 
-adopt: setup  ## after a clone: pull the recorded results, nothing is left to rerun
-	@$(BIN)/kairos ledger adopt
-
-reproduce: setup  ## compute what dvc.lock does not have yet (dvc repro)
+reproduce: setup  ## compute what is not valid, and record it in dvc.lock and dvc.results.json (dvc repro)
 	@$(BIN)/dvc repro
 
 docs: setup  ## the documentation as a site, site/index.html, which needs no network

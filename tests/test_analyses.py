@@ -25,6 +25,7 @@ from kairos.models.backbone import Backbone
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.report.analysis_figures import _draw_interdependence, _draw_subset_size, write_analysis
 from kairos.training.state import TrainingState
+from kairos.validity import Validity
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.randomness import Stream

@@ -414,7 +414,7 @@ class Validity:
         """Return the settings of the stages before training that differ from those in a snapshot's record."""
         present = self.experiment.plain()
         without_effect = {field for stage in self.stages.values() for field in stage.no_effect}
-        changes = []
+        changes: list[Change] = []
         for section in ("dataset", "autoencoder", "text_encoder"):
             changes += compare_fields(config.get(section), present[section], section)
         return [change for change in changes if change.field not in without_effect]

@@ -141,10 +141,10 @@ def _check_devices() -> tuple[list[Finding], int]:
 def _check_git() -> Finding:
     """Return a finding ``git``, usable if git is installed and the working directory is inside a git repository."""
     if shutil.which("git") is None:
-        return False, "git", "not installed; kairos ledger record needs it"
+        return False, "git", "not installed; DVC and dvc.results.json need it"
     command = ["git", "rev-parse", "--git-dir"]
     is_repository = subprocess.run(command, capture_output=True, text=True, check=False).returncode == 0
-    missing = "not a git repository; kairos ledger record needs one"
+    missing = "not a git repository; DVC and dvc.results.json need one"
     return is_repository, "git", "this is a repository" if is_repository else missing
 
 

@@ -60,7 +60,7 @@ def train(
 
     Unless `milestones_only` is set, the record, the last checkpoint, metrics and times are published too. The run
     resumes from the state of an earlier call with equal identity. If that call has reached all milestones and its last
-    checkpoint exists where it is needed, no step is computed, unless `RunFolder.prepare` starts over. Threads and
+    checkpoint exists where it is needed, no step is computed, and the state is published again. Threads and
     determinism are set for the whole process. Every rank calls this function. Rank 0 alone writes files, except that a
     failed rank records its failure.
 
