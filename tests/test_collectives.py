@@ -65,7 +65,7 @@ def collectives_of_run(plain: dict, latents, folder, ranks: int, length: int, mo
         store.prepare([length])
         progress = ProgressFile(folder / "out" / ".state", length, reports=False)
         with count_collectives() as counts:
-            job = TrainingJob(store, training, "label", progress, StopRequest())
+            job = TrainingJob(store, training, {}, "label", progress, StopRequest())
             assert job.train_until([length], [length]) == length
     return counts
 

@@ -65,6 +65,7 @@ def unranked(tmp_path, monkeypatch):
     manifest = {"options": load(config).evaluation.extractor.plain()}
     (results / "extractor").mkdir()
     write_record(results / "extractor/manifest.json", manifest)
+    results_tree.sign(load(config), results)
     monkeypatch.chdir(tmp_path)
     return config, results
 
@@ -160,6 +161,7 @@ def test_distances_above_the_gaussian_are_reported_if_the_validation_loss_ranks_
     def find_warnings(gaussian: float) -> str:
         record["rows"]["gaussian"] |= {METRIC: gaussian, f"{METRIC}_spread": 0.2}
         write_record(file, record)
+        results_tree.sign(load(config), folder)
         return "\n".join(findings.find_warnings(collect(load(config), folder)))
 
     assert f"{METRIC} is not below the 12 of a Gaussian fitted to the data: uniform (" in find_warnings(12.0)
@@ -181,6 +183,7 @@ def test_validation_losses_of_two_autoencoders_are_not_compared(unranked, tmp_pa
     write_record(other / "autoencoder/manifest.json", manifest)
     for file in other.glob("methods/*/seed*/milestones/*/milestone.json"):
         write_record(file, read_json(file) | {"autoencoder_sha256": "b" * 64})
+    results_tree.sign(load(other_config), other)
     with pytest.raises(KairosError, match="autoencoder"):
         join()
 

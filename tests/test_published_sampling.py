@@ -337,7 +337,7 @@ def test_sampling_jobs_get_the_guidance_of_the_experiment(tmp_path, monkeypatch)
     """Null settings are passed too, because the milestone may contain other values."""
     seen = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kairos.sampling.sample.run", lambda jobs, request: seen.append(request))
+    monkeypatch.setattr("kairos.sampling.sample.run", lambda jobs, request, finished: seen.append(request))
     for sampling in (
         {},
         {"guidance_scale": 3.8, "guidance_channels": 3, "guidance_power": 4.0, "guidance_interval": [1e-5, 5.0]},

@@ -63,7 +63,9 @@ def declared_files() -> set[str]:
     layout = Layout(experiment, Path("frozen.yaml"))
     files = layout.report_inputs()
     for analysis in layout.analyses:
-        files += layout.measurement_files(analysis)
+        files += [
+            file.replace(".csv", suffix) for file in layout.measurement_files(analysis) for suffix in (".csv", ".json")
+        ]
     return {file.removeprefix(f"{layout.results}/") for file in files}
 
 

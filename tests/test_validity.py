@@ -1,5 +1,7 @@
 """Results that are not valid: report and `kairos compare` exclude them, `kairos status` counts them as outdated."""
 
+import contextlib
+import copy
 import re
 import shutil
 from pathlib import Path
@@ -10,12 +12,14 @@ import yaml
 
 import results_tree
 from kairos.cli import main
-from kairos.config import load
+from kairos.config import load, validate
 from kairos.evaluation import reference
 from kairos.files import read_json, write_record
+from kairos.milestones import step_name
 from kairos.report.collect import collect
 from kairos.status.render import render_page
 from kairos.status.run_progress import list_run_progress, load_outline
+from kairos.validity import Validity
 from kairos_timesteps.errors import KairosError
 from report_page import page_of
 
@@ -279,3 +283,88 @@ def test_data_prepared_again_with_equal_images_leave_results_valid(
     kairos("status", "tiny.yaml")
     assert "samples 6 of 6" in capsys.readouterr().out
     assert set(collect(load("tiny.yaml"), Path(RESULTS)).methods) == set(METHODS)  # as the report reads them
+
+
+def list_leaves(value: object, *names: str) -> list[tuple[str, ...]]:
+    """Return the names of the fields of nested sections that are no sections themselves."""
+    if isinstance(value, dict) and value:
+        return [leaf for name, item in value.items() for leaf in list_leaves(item, *names, name)]
+    return [names]
+
+
+OTHER_VALUES = (
+    True,
+    False,
+    1,
+    2,
+    3,
+    7,
+    0.25,
+    0.5,
+    1.5,
+    "none",
+    "bf16",
+    "float16",
+    "raw",
+    "train",
+    "all",
+    "linear",
+    None,
+)
+
+
+def change_leaf(plain: dict, names: tuple[str, ...]) -> list[dict]:
+    """Return the experiments with another value of a field that are valid, at most two."""
+    found: list[dict] = []
+    for value in OTHER_VALUES:
+        changed = copy.deepcopy(plain)
+        section = changed
+        for name in names[:-1]:
+            section = section[name]
+        if section[names[-1]] == value or len(found) == 2:
+            continue
+        section[names[-1]] = value
+        with contextlib.suppress(KairosError):
+            validate(changed)
+            found.append(changed)
+    return found
+
+
+@pytest.mark.long
+def test_all_views_and_the_workflow_agree_on_what_any_changed_field_makes_outdated(tmp_path: Path) -> None:
+    """Jobs run exactly for the results that the views call outdated, and `collect` leaves out exactly these."""
+    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "speed"))
+    for name in ("latents", "extractor"):  # which the tree lacks
+        write_record(results / name / "manifest.json", {"content_sha256": name, "name": name})
+    results_tree.sign(load(config), results)
+    plain = load(config).plain()
+    stages = ("prepare", "autoencoder", "reference", "train", "sample", "evaluate")
+    effects = {}
+    for names in list_leaves(plain):
+        for changed in change_leaf(plain, names) if names[0] not in ("experiment", "methods") else ():
+            if changed["training"]["start_from"]:  # a folder that does not exist
+                continue
+            experiment_config = validate(changed)
+            workflow = Validity(experiment_config, results, reads_outside=True)
+            view = Validity(experiment_config, results)
+            outdated = set()
+            for stage in stages:
+                for result in workflow.list_results(stage):
+                    if not workflow.record(result):  # a later snapshot, or another seed
+                        continue
+                    changes = view.find_changes(result)
+                    assert bool(changes) != workflow.is_valid(result), (names, stage, changes)
+                    if changes:
+                        outdated.add(stage)
+            effects[names] = effects.get(names, set()) | outdated
+            evaluations = [result for result in view.list_results("evaluate") if view.record(result)]
+            left_out = {result for result in evaluations if view.find_changes(result)}
+            try:
+                collected = collect(experiment_config, results, unfinished=True)
+                kept = {(run.method, run.seed, step_name(snapshot.step)) for run, snapshot in collected.run_snapshots}
+            except KairosError:
+                kept = set()
+            assert not kept & {(result.method, result.seed, result.snapshot) for result in left_out}, names
+    assert len(effects) > 70
+    assert effects["sampling", "steps"] == {"sample", "evaluate"}
+    assert effects["training", "log_every"] == set() and effects["dataset", "limit"] == set(stages)

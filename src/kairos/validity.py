@@ -333,6 +333,8 @@ class Validity:
     def _read(self, result: Result) -> Record:
         """Return the record of a result; empty if it is missing or damaged."""
         path = self.path(result)
+        if not path.is_file():
+            return {}
         return self.snapshot_records.glance(path) if result.stage == TRAIN.name else glance(path)
 
     def _describe_stage(self, stage: str, method: str | None) -> Record:

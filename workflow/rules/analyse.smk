@@ -15,7 +15,7 @@ for name in layout.analyses:
                 layout.input(f"{TRAINING}/milestones/{{step}}/milestone.json"),
                 layout.input(f"{RESULTS}/latents/manifest.json"),
             output:
-                update(f"{TRAINING}/analyses/{name}.{{step}}.json"),
+                update([f"{TRAINING}/analyses/{name}.{{step}}.{suffix}" for suffix in ("csv", "json")]),
             log:
                 f"{RESULTS}/logs/measure_{name}_{{method}}_seed{{seed}}_{{step}}.log",
             wildcard_constraints:
@@ -42,7 +42,7 @@ for name in layout.analyses:
             layout.outdated(f"analyse_{name}"),
             layout.input(*layout.analysis_inputs(name)),
         output:
-            update(f"{RESULTS}/analyses/{name}.json"),
+            update([f"{RESULTS}/analyses/{name}.{suffix}" for suffix in ("csv", "json")]),
             report(update(f"{RESULTS}/analyses/{name}.png"), category="Analyses"),
         log:
             f"{RESULTS}/logs/analyse_{name}.log",

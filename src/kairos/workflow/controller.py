@@ -5,6 +5,7 @@ which results are valid, and ends the run on a signal. The Snakemake processes t
 Snakefile too, but only read the frozen experiment.
 """
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -36,6 +37,7 @@ from kairos_timesteps.errors import KairosError, rejection
 _DEFAULT_EXPERIMENT = "params.yaml"
 _SECONDS_TO_END = 45.0  # after a signal, jobs are killed after this time
 _lock_files: list[IO[str]] = []  # open, and so locked, as long as this process lives
+_opened: list[tuple[Any, Layout]] = []  # workflows of this controller with their layouts
 _interruption_times: list[float] = []  # Unix time of the signal that ended this run; empty if none did
 _start_time = time.time()  # Unix time at which this process began
 
@@ -56,16 +58,28 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
         config: Snakemake's merge of all configuration files and values.
     """
     _complete_search_path()
+    for opened, layout in _opened:
+        if opened is workflow:  # a Snakefile that loads this one as a module
+            return layout
     with _exit_on_error():
         if FROZEN_VARIABLE in os.environ:  # this process runs single jobs: the controller has set the variable
             return load_frozen_layout()
         layout = create_layout(_load_experiment(workflow, config))
+        layout = dataclasses.replace(layout, ignores_age=not _forces_jobs(workflow))
         os.environ[FROZEN_VARIABLE] = str(layout.config_file.resolve())
         if not workflow.output_settings.dryrun:
             _remove_leftovers(layout)
         for note in layout.notes:
             log(note)
+        _opened.append((workflow, layout))
         return layout
+
+
+def _forces_jobs(workflow: Any) -> bool:
+    """Return True if Snakemake may run a job whose results are valid: one that is forced, or was killed."""
+    settings = workflow.dag_settings
+    is_forced = settings is not None and bool(settings.forceall or settings.forcetargets or settings.forcerun)
+    return is_forced or any(Path(".snakemake/incomplete").glob("*"))
 
 
 def _complete_search_path() -> None:

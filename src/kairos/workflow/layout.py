@@ -61,12 +61,15 @@ class Layout:
         config_file: frozen copy of the experiment, which all jobs read.
         notes: lines for the user, printed before anything runs.
         validity: decides which results are valid; None in the processes of jobs, where the controller has decided.
+        ignores_age: the age of valid results does not count. Snakemake does not look at a job whose inputs are such
+            results and come from a job that runs. So ages count if jobs may run although their results are valid.
     """
 
     experiment: Experiment
     config_file: Path
     notes: list[str] = field(default_factory=list)
     validity: Validity | None = None
+    ignores_age: bool = True
 
     # Parts of the experiment
 
@@ -283,7 +286,8 @@ class Layout:
             folder = self.training_folder(method, seed)
             paths += [f"{folder}/training.json", f"{folder}/metrics.jsonl"]
             paths += [f"{folder}/samples/{snapshot}.png" for snapshot in self.snapshots]
-        return paths + [f"{self.results}/analyses/{name}.png" for name in self.analyses]
+        paths += [f"{self.results}/analyses/{name}.{suffix}" for name in self.analyses for suffix in ("csv", "png")]
+        return paths
 
     def _record_path(self, result: Result) -> str:
         return self._validity.path(result).as_posix()
@@ -344,6 +348,8 @@ class Layout:
         """Return True if a file is the record of a valid result, another file of one, or outside of the results."""
         if self.validity is None or not path.startswith(f"{self.results}/"):
             return True
+        if not self.ignores_age:
+            return False
         result = self.validity.find_result(path)
         return result is None or self.validity.is_valid(result)
 
