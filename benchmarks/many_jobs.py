@@ -1,4 +1,4 @@
-"""Measure planning, record keeping, status, comparison, report and import of experiments with thousands of jobs.
+"""Measure planning, status, comparison, report and import of experiments with thousands of jobs.
 
     python benchmarks/many_jobs.py --label after --out benchmarks/results/many_jobs.csv
 
@@ -10,16 +10,13 @@ Rows are appended to the file, so that a second call with ``--checkout`` compare
 
 `tests/tiny.yaml` is trained once. An experiment with hundreds of methods then gets copies of these results, with the
 names, settings and identities of its own runs, so that every reader accepts them as complete. Each copy's measured
-values are multiplied by a factor of its method and seed. Weights are hard links. The checksums in ``sums`` stay those
-of the trained run, because only DVC reads them.
+values are multiplied by a factor of its method and seed. Weights are hard links.
 
 Measurements (each is a new process):
     start: ``python -c "import snakemake.cli"``, as a calibration of the machine.
     plan, all to do: ``snakemake --dry-run`` without any result.
-    record: ``snakemake --touch --forceall --cores 1000``, as ``kairos ledger adopt`` calls it, which plans all jobs and
-        writes their metadata; results are placeholders.
-    plan, all done: ``snakemake --dry-run`` after that.
-    record, copies: the same as record with the copied results, whose content Snakemake hashes.
+    plan, all done: ``snakemake --dry-run`` with placeholders of results, whose records are valid.
+    plan, outdated: the same after an edit of the number of sampling steps.
     status: ``kairos status`` in the terminal.
     page, page again: first and second request of the page of ``kairos status --serve``, without the server's start.
     compare: ``kairos compare``.
@@ -50,7 +47,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = 5
 COLUMNS = ("label", "measurement", "runs", "jobs", "wall_seconds", "cpu_seconds", "peak_megabytes", "megabytes")
-SIZES = {"plan": 666, "copies": 66, "status": 400, "results": 200}  # number of methods of each group of measurements
+SIZES = {"plan": 666, "status": 400, "results": 200}  # number of methods of each group of measurements
 SHARED_FOLDERS = ("dataset", "autoencoder", "latents", "extractor", "reference")
 LINKED = (".safetensors", ".ckpt", ".pt", ".png")  # files without names and identities: copies are hard links
 Row = dict[str, Any]
@@ -272,7 +269,7 @@ def build_results(trained: Path, folder: Path) -> None:
     """
     from kairos.config import load
     from kairos.files import read_json
-    from kairos.training.identity import compute_identity
+    from kairos.validity import describe_training, training_identity
 
     experiment = load(folder / "many.yaml")
     plain = experiment.plain()
@@ -281,16 +278,17 @@ def build_results(trained: Path, folder: Path) -> None:
         shutil.copytree(source / name, results / name)
     shutil.copytree(source / "timing", results / "timing", ignore=shutil.ignore_patterns("*_seed0"))
     latents = read_json(results / "latents" / "manifest.json")
-    # in the form of kairos.files.write_json, whose text of the settings would take most of the time to write
-    config_text = json.dumps(plain, indent=1, sort_keys=True).replace("\n", "\n ")
     for method, settings in plain["methods"].items():
         template = "adaptive" if settings["sampler"]["name"] == "adaptive" else "uniform"
         for seed in experiment.seeds:
-            hashed_values = compute_identity(experiment.run_settings(method, seed), latents, "cpu")
-            identity = hashed_values.pop("identity")
-            run = Run(method, seed, identity, config_text, hashed_values)
+            computed_from = describe_training(experiment.run_settings(method, seed), latents, "cpu")
+            run = Run(method, seed, training_identity(computed_from), plain)
             run.copy(source, template, results)
     write_common_outputs(source, results)
+    sys.path.insert(0, str(ROOT / "tests"))
+    from results_tree import sign
+
+    sign(experiment, results)
 
 
 class Run:
@@ -299,12 +297,11 @@ class Run:
     Args:
         method, seed: the training run.
         identity: its identity.
-        config_text: the whole resolved experiment as indented JSON.
-        parts: the values whose hash is the identity.
+        config: the whole resolved experiment.
     """
 
-    def __init__(self, method: str, seed: int, identity: str, config_text: str, parts: Row):
-        self.method, self.seed, self.identity, self.config_text, self.parts = method, seed, identity, config_text, parts
+    def __init__(self, method: str, seed: int, identity: str, config: Row):
+        self.method, self.seed, self.identity, self.config = method, seed, identity, config
         generator = random.Random(f"{method} {seed}")
         quality = random.Random(method).gauss(0, 0.06)
         self.factor = math.exp(quality + 0.02 * generator.gauss(0, 1))
@@ -335,12 +332,11 @@ class Run:
             name, old_name = f"{self.method}_seed{self.seed}", f"{template}_seed0"
             timing = results / "timing" / stage / name
             shutil.copytree(source / "timing" / stage / old_name, timing)
-            sums = results / "sums" / stage / name / "1.txt"
-            sums.parent.mkdir(parents=True)
-            sums.write_text((source / "sums" / stage / old_name / "1.txt").read_text().replace(old_name, name))
 
     def _copy_file(self, file: Path, target: Path, trained_identity: str) -> None:
         """Copy a file of the trained run, with this run's names, settings, identity and measured values."""
+        from kairos.files import write_record
+
         if file.suffix in LINKED:
             os.link(file, target)
         elif file.suffix == ".npz":
@@ -348,24 +344,18 @@ class Run:
         elif file.suffix == ".json" and "config" not in file.name and "scheduler" not in file.name:
             record = json.loads(file.read_text().replace(trained_identity, self.identity))
             self._adapt(record, step=int(file.stem) if file.parent.name == "evaluation" else None)
-            text = json.dumps(record, indent=1, sort_keys=True).replace(
-                '"config": null', f'"config": {self.config_text}'
-            )
-            target.write_text(text + "\n")
+            write_record(target, record)
         else:
             shutil.copyfile(file, target)
 
     def _adapt(self, record: Row, step: int | None) -> None:
         """Replace method, seed, hashed values and measured values in a record of the trained run by this run's.
 
-        The configuration becomes None, which `_copy_file` replaces in the text. `step` is the step of an evaluation;
-        None: the record is no evaluation.
+        `step` is the step of an evaluation; None: the record is no evaluation.
         """
-        for name, value in (("method", self.method), ("seed", self.seed), ("config", None)):
+        for name, value in (("method", self.method), ("seed", self.seed), ("config", self.config)):
             if name in record:
                 record[name] = value
-        if "parts" in record:
-            record["parts"] = self.parts
         if step:  # at step 0 all methods are equal
             metrics = record["metrics"]
             for name, value in metrics.items():
@@ -397,7 +387,7 @@ def write_common_outputs(source: Path, results: Path) -> None:
 
 
 def measure_plan(workplace: Workplace, methods: int) -> None:
-    """Measure dry runs with everything to do and with everything done, and the writing of all metadata.
+    """Measure dry runs with everything to do, with everything done, and with outdated samples.
 
     Earlier results and metadata of the experiment are deleted. Placeholders replace the results of jobs.
     """
@@ -408,14 +398,14 @@ def measure_plan(workplace: Workplace, methods: int) -> None:
     dry_run = snakemake("many", "--dry-run", "--quiet", "all")
     workplace.measure("plan, all to do", dry_run, folder, runs)
     write_placeholders(folder, snakemake("many", "--summary"), workplace.environment)
-    workplace.measure(
-        "record", snakemake("many", "--touch", "--forceall", "--cores", "1000", "--quiet", "all"), folder, runs
-    )
     workplace.measure("plan, all done", dry_run, folder, runs)
+    file = folder / "many.yaml"
+    file.write_text(file.read_text().replace("  steps: 5\n", "  steps: 6\n"))
+    workplace.measure("plan, outdated", dry_run, folder, runs)
 
 
 def write_placeholders(folder: Path, summary: list[str], environment: dict[str, str]) -> None:
-    """Write a small file for every output of an experiment's jobs.
+    """Write a small file for every output of an experiment's jobs, and records that make them valid.
 
     Args:
         folder: working directory of the experiment.
@@ -430,6 +420,12 @@ def write_placeholders(folder: Path, summary: list[str], environment: dict[str, 
             path.mkdir()
         else:
             path.write_text("{}")
+    sys.path.insert(0, str(ROOT / "tests"))
+    from workflow_copy import PRETEND
+
+    code = f"{PRETEND}\npretend('many.yaml')"
+    environment = {"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db", **environment}
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, check=True)
 
 
 def measure_status(workplace: Workplace, methods: int) -> None:
@@ -492,19 +488,8 @@ def measure_results(workplace: Workplace, methods: int) -> None:
             sys.exit(f"the import failed: {record}")
 
 
-def measure_copies(workplace: Workplace, methods: int) -> None:
-    """Measure the writing of all metadata with results whose content Snakemake hashes."""
-    folder = workplace.create_pipeline("many", many_methods(methods))
-    shutil.rmtree(folder / "results", ignore_errors=True)
-    shutil.rmtree(folder / ".snakemake", ignore_errors=True)
-    workplace.copy_results(workplace.train_once(), folder)
-    touch = snakemake("many", "--touch", "--forceall", "--cores", "1000", "--quiet", "all")
-    workplace.measure("record, copies", touch, folder, SEEDS * methods)
-
-
 MEASUREMENTS = {
     "plan": measure_plan,
-    "copies": measure_copies,
     "status": measure_status,
     "results": measure_results,
 }

@@ -315,19 +315,19 @@ OTHER_VALUES = (
 
 def change_leaf(plain: dict, names: tuple[str, ...]) -> list[dict]:
     """Return the experiments with another value of a field that are valid, at most two."""
-    found: list[dict] = []
+    experiments: list[dict] = []
     for value in OTHER_VALUES:
         changed = copy.deepcopy(plain)
         section = changed
         for name in names[:-1]:
             section = section[name]
-        if section[names[-1]] == value or len(found) == 2:
+        if section[names[-1]] == value or len(experiments) == 2:
             continue
         section[names[-1]] = value
         with contextlib.suppress(KairosError):
             validate(changed)
-            found.append(changed)
-    return found
+            experiments.append(changed)
+    return experiments
 
 
 @pytest.mark.long

@@ -148,7 +148,7 @@ def content(stage: Stage, record: Record) -> str:
 
 
 class Validity:
-    """What the results of an experiment were computed from, compared with the present experiment, code and inputs.
+    """Comparison of the results of an experiment with its present settings, code and inputs.
 
     Records are read once, so an object does not notice later changes of the files.
 
@@ -282,7 +282,7 @@ class Validity:
         """Return True if a result and all results that it needs are unchanged."""
         return self.is_unchanged(result) and all(map(self.is_valid, self.list_needed(result)))
 
-    def find_own_changes(self, result: Result, record: Record) -> list[Change]:
+    def compare_stage(self, result: Result, record: Record) -> list[Change]:
         """Return what a record was computed from and what differs now, apart from code and the results that it needs.
 
         Args:
@@ -294,7 +294,8 @@ class Validity:
             return [Change("record", "without what it was computed from", "computed by this experiment")]
         method = result.method if result.stage == TRAIN.name else None
         present = self.describe_stage(result.stage, method)
-        changes = list(compare_fields(*(_name_method(fields["fields"], result) for fields in (recorded, present))))
+        before, now = (_name_method(described["fields"], result) for described in (recorded, present))
+        changes = list(compare_fields(before, now))
         if result.stage == TRAIN.name:
             changes += self._compare_run(result, recorded)
         if recorded["outside"] != present["outside"] and (self._reads_outside or present["outside"] is not None):
@@ -401,7 +402,7 @@ class Validity:
             return ()
         needed = self.list_needed(result)
         changes = [change for other in needed for change in self.find_changes(other)]
-        changes += self.find_own_changes(result, record)
+        changes += self.compare_stage(result, record)
         if not changes:
             before, now = record["computed_from"]["inputs"], self.describe_inputs(result)
             for stage in now:

@@ -114,9 +114,9 @@ def _find_changed_stages(outline: Outline) -> dict[str, list[str]]:
     changes: dict[str, list[str]] = {}
     for name, record in _STAGE_RECORDS.items():
         if record in stage_by_record and name not in ("report", "tracked"):  # these follow from the other results
-            found = validity.find_changes(Result(stage_by_record[record]))
-            if found:
-                changes.setdefault(format_changes(found), []).append(name)
+            stage_changes = validity.find_changes(Result(stage_by_record[record]))
+            if stage_changes:
+                changes.setdefault(format_changes(stage_changes), []).append(name)
     return changes
 
 

@@ -399,7 +399,7 @@ def create_layout(experiment: Experiment) -> Layout:
 
 
 def plan_file(config_file: Path) -> Path:
-    """Return the path of the keys that a controller has planned with, beside its frozen experiment."""
+    """Return the path of the keys of a controller's plan, in the folder of its frozen experiment."""
     return config_file.with_suffix(".keys.json")
 
 
