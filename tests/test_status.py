@@ -111,7 +111,7 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
 
     text = capsys.readouterr().out
     assert "1 running, 1 starting, 2 failed, 1 dead, 1 stopped, 1 waiting, 1 complete" in text
-    assert "missing: prepared, autoencoder, latents" in text
+    assert "missing: prepare, autoencoder, encode" in text
     assert "samples 0 of 24, evaluations 0 of 24" in text
     assert "step 80: loss nan" in text
     assert "log: results/many/logs/train_beta_seed0.log" in text

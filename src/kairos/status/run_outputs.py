@@ -7,19 +7,10 @@ from functools import cached_property
 from pathlib import Path
 
 from kairos.files import list_by_step
+from kairos.stages import STAGES, SUMMARIES
 from kairos.status.run_progress import Outline, read_last_lines
 from kairos.validity import Result, format_changes
 
-_STAGE_RECORDS = {  # file in the results, by stage; if it exists, the stage is complete
-    "prepared": "dataset/manifest.json",
-    "autoencoder": "autoencoder/manifest.json",
-    "latents": "latents/manifest.json",
-    "extractor": "extractor/manifest.json",
-    "reference": "reference/reference.json",
-    "report": "report.html",
-    "tracked": "tracking.json",
-}
-_STAGE_LOGS = {"prepared": "prepare", "latents": "encode", "tracked": "track"}  # other logs are named like the stage
 _ERROR = "kairos: "  # begins the message of a command that fails
 _LINE_LENGTH = 120  # columns of a terminal
 _LOG_INTERVAL = 60.0  # largest age in seconds of the last line of a job that is running; most write one every 10 s
@@ -87,13 +78,16 @@ class RunOutputs:
 def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
     """Return lines of text: complete and missing stages, messages of missing stages, counts of samples and evaluations.
 
-    A stage is complete if its file in `_STAGE_RECORDS` exists and is not outdated. `outputs` contains all training
-    runs.
+    A stage that all training runs share is complete if its record exists and is not outdated. `outputs` contains all
+    training runs.
     """
-    changes = _find_changed_stages(outline)
-    existing = [stage for stage, record in _STAGE_RECORDS.items() if (outline.results / record).is_file()]
-    complete = [stage for stage in existing if not any(stage in group for group in changes.values())]
-    missing = [stage for stage in _STAGE_RECORDS if stage not in existing]
+    rows = outline.validity.stages.values() if outline.validity else (*STAGES, *SUMMARIES)
+    shared = [row for row in rows if not row.of_run]
+    existing = [row.name for row in shared if (outline.results / row.record).is_file()]
+    missing = [row.name for row in shared if row.name not in existing]
+    changes = _find_changed_stages(outline, existing)
+    outdated = [name for group in changes.values() for name in group]
+    complete = [name for name in existing if name not in outdated]
     stages = f"complete: {', '.join(complete) or 'none'}; missing: {', '.join(missing) or 'none'}"
     if changes:
         groups = (f"{', '.join(group)} ({change})" for change, group in changes.items())
@@ -105,18 +99,13 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
     return "\n".join([stages, *stage_messages, f"{samples}, {evaluations}", *_describe_other_code(outline)])
 
 
-def _find_changed_stages(outline: Outline) -> dict[str, list[str]]:
-    """Return the outdated stages that all training runs share, by what has changed since they were computed."""
-    validity = outline.validity
-    if validity is None:
-        return {}
-    stage_by_record = {stage.record: stage.name for stage in validity.stages.values() if not stage.of_run}
+def _find_changed_stages(outline: Outline, stages: list[str]) -> dict[str, list[str]]:
+    """Return those stages that are outdated, by what has changed since they were computed."""
     changes: dict[str, list[str]] = {}
-    for name, record in _STAGE_RECORDS.items():
-        if record in stage_by_record and name not in ("report", "tracked"):  # these follow from the other results
-            stage_changes = validity.find_changes(Result(stage_by_record[record]))
-            if stage_changes:
-                changes.setdefault(format_changes(stage_changes), []).append(name)
+    for name in stages:
+        stage_changes = outline.validity.find_changes(Result(name)) if outline.validity else ()
+        if stage_changes and name not in ("report", "track"):  # these follow from the other results
+            changes.setdefault(format_changes(stage_changes), []).append(name)
     return changes
 
 
@@ -141,7 +130,7 @@ def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
     """
     messages = []
     for stage in stages:
-        log = logs / f"{_STAGE_LOGS.get(stage, stage)}.log"
+        log = logs / f"{stage}.log"
         lines = read_last_lines(str(log))
         # an error ends the command, so that all lines after it belong to its message
         error_starts = [index for index, line in enumerate(lines) if line.startswith(_ERROR)]
