@@ -153,3 +153,16 @@ def test_a_setting_of_a_shared_stage_counts_without_metadata_and_methods(copy):
         assert to_do(copy)["autoencoder"] == 1
         status = copy.run("kairos", "status", "params.yaml").stdout
         assert "autoencoder.steps: 30 → 35" in status
+
+
+def test_a_forced_job_replaces_damaged_files(copy):
+    """The record is valid, so Snakemake plans nothing by itself; `kairos verify` finds the damage."""
+    path = copy.folder / "results/tiny/latents/mean.npy"
+    before = path.read_bytes()
+    path.write_bytes(before[:-4] + b"bad!")
+    assert to_do(copy) == {}
+    ended = copy.run("kairos", "verify", "results/tiny")
+    assert ended.returncode == 1 and "mean.npy" in ended.stderr
+    assert "mean.npy" in run(copy, "--forcerun", "encode", "--until", "encode")
+    assert path.read_bytes() == before and copy.run("kairos", "verify", "results/tiny").returncode == 0
+    assert to_do(copy) == {}

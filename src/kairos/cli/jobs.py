@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kairos.cli.common import add_config, demand_option
-from kairos.files import glance, sha256_file, write_record
+from kairos.files import DamagedError, check_files, glance, sha256_file, write_record
 from kairos.progress import log
 from kairos.shards import Shard
 from kairos_timesteps.errors import ConfigError
@@ -80,19 +80,30 @@ class Job:
     def select_outdated(self, results: list["Result"]) -> dict["Result", dict[str, Any]]:
         """Return the results that have to be computed, with what they will be computed from; log the others.
 
-        A result has to be computed unless its files exist, and settings, code and inputs are those in its record.
+        A result has to be computed unless its files are intact, and settings, code and inputs are those in its record.
+        Damage is logged.
 
         Raises:
             ConfigError: the code has changed since the pipeline planned the job.
         """
         outdated = {}
         for result in results:
-            if self.validity.is_unchanged(result):
+            if self.validity.is_unchanged(result) and self._has_intact_files(result):
                 log(f"{self.validity.path(result)}: settings, code and inputs are unchanged, nothing to compute")
             else:
                 outdated[result] = self.validity.describe(result)
                 self.check_plan(result.stage, outdated[result]["key"])
         return outdated
+
+    def _has_intact_files(self, result: "Result") -> bool:
+        try:
+            check_files(
+                self.validity.path(result).parent, self.validity.record(result).get("files", {}), "it is computed again"
+            )
+        except DamagedError as error:
+            log(str(error))
+            return False
+        return True
 
     def record(self, result: "Result", computed_from: dict[str, Any], *files: Path) -> None:
         """Record what a result was computed from, and the hashes of its files if its stage writes no record itself."""
