@@ -9,6 +9,10 @@ from kairos.workflow.rules import processes_per_node, scaled_by_attempt, trainin
 min_version("9.19")
 
 layout = controller.open_layout(workflow, config)
+# Inputs of the rules: `layout.rerun_if_invalid` is empty if all results of the job are valid; else it is a file newer than
+# every output, so that Snakemake runs the job. `layout.records` are records of results, ancient while these are valid.
+# Outputs are records; `update` keeps the earlier one, with which the job compares its inputs. Of the params, `config` is
+# the frozen experiment, and `key` the hash of settings and code, by which a controller recognises a job.
 RESULTS = layout.results
 TRAINING = layout.training_folder("{method}", "{seed}")
 
@@ -32,7 +36,7 @@ rule all:
     input:
         f"{RESULTS}/report.html",
         f"{RESULTS}/summary.csv",
-        layout.input(*layout.report_inputs()),  # to compute a file again that was deleted while the report exists
+        layout.records(*layout.report_inputs()),  # to compute a file again that was deleted while the report exists
         f"{RESULTS}/tracking.json" if layout.experiment.tracking.enabled else [],
 
 

@@ -83,7 +83,7 @@ def sign(experiment_config: Experiment, results: Path) -> None:
         for result in validity.list_results(stage):
             if validity.path(result).is_file():
                 run = {"seed": result.seed, "device": "cpu"} if stage == "train" else {}
-                validity.sign(result, {**validity.describe(result), **run})
+                validity.add_computed_from(result, {**validity.describe(result), **run})
 
 
 def distance(method: str, seed: int, step: int) -> float:

@@ -61,15 +61,17 @@ def test_differences_have_their_causes(recorded, capsys):
     assert out == "dataset/manifest.json: differs, processor: Xeon when recorded, EPYC now\n"
 
     folder = recorded / "methods/uniform/seed0"
-    record = read_json(folder / "samples/0000400.json")
-    record["computed_from"]["fields"]["sampling"]["steps"] = 10
-    write_record(folder / "samples/0000400.json", record | {"files": {}})
+    for step in ("0000200", "0000400"):
+        record = read_json(folder / f"samples/{step}.json")
+        record["computed_from"]["fields"]["sampling"]["steps"] = 10
+        write_record(folder / f"samples/{step}.json", record | {"files": {}})
     evaluation = read_json(folder / "evaluation/0000400.json")
     write_record(folder / "evaluation/0000400.json", evaluation | {"metrics": {}})
     shutil.rmtree(folder / "milestones/0000200")
     status, out, err = verify(capsys)
-    assert status == 1 and "3 differs, 1 missing" in err
-    assert "methods/uniform/seed0/samples/0000400.json: differs, settings or code: sampling.steps: 20 → 10" in out
+    assert status == 1 and "4 differs, 1 missing" in err
+    for step in ("0000200", "0000400"):
+        assert f"methods/uniform/seed0/samples/{step}.json: differs, settings or code: sampling.steps: 20 → 10" in out
     follows = "follows from methods/uniform/seed0/samples/0000400.json"
     assert f"methods/uniform/seed0/evaluation/0000400.json: differs, {follows}" in out
     assert "methods/uniform/seed0/milestones/0000200/milestone.json: missing\n" in out

@@ -120,7 +120,10 @@ def test_results_of_other_code_are_accepted_or_computed_again(copy):
         assert "differ by code only" in status and "outdated" not in status
         with copy.edited(*SAMPLING):
             ended = copy.run("kairos", "accept", "params.yaml")
-            assert ended.returncode == 2 and "sampling.steps: 5 → 6, allowed: changes of code alone" in ended.stderr
+            assert (
+                ended.returncode == 2
+                and "sampling.steps: 5 → 6 changed, and accept is for changes of code" in ended.stderr
+            )
             assert to_do(copy) == TRAINED
         ended = copy.run("kairos", "accept", "params.yaml")
         assert ended.returncode == 0, ended.stderr

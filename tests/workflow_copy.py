@@ -133,7 +133,7 @@ def pretend(config):
                 write_record(f"{folder}/training.json", {"identity": "identity", "steps": int(result.snapshot)})
             write_record(validity.path(result), fields)
             run = {"seed": result.seed, "device": "cpu"} if stage == "train" else {}
-            validity.sign(result, {**validity.describe(result), **run})
+            validity.add_computed_from(result, {**validity.describe(result), **run})
 """
 
 

@@ -10,8 +10,9 @@ The record of a result contains under ``computed_from``:
     inputs    content of each result that the stage reads, by stage
     seed, device    of a training run: its seed and the type of its device
 
-`content` is the hash of the fields of a record that describe the result itself. A result is valid if its key is the
-present one, the results that it needs are valid, and their contents are those in its record.
+`content` is the hash of the fields of a record that describe the result itself. A result is valid if its record has the
+present key, its inputs have the recorded contents, and its files exist. Seed and type of device of a training run are
+compared too, and all results that it needs are valid.
 
 This module imports no torch, because the workflow uses it.
 """
@@ -248,7 +249,7 @@ class Validity:
             contents.setdefault(needed.stage, []).append(self.content(needed))
         return {stage: values[0] if len(values) == 1 else sha256_json(values) for stage, values in contents.items()}
 
-    def sign(self, result: Result, computed_from: Record) -> None:
+    def add_computed_from(self, result: Result, computed_from: Record) -> None:
         """Add what a result was computed from to its record, which its stage has written."""
         path = self.path(result)
         write_record(path, {**read_record(path), "computed_from": computed_from})
@@ -283,7 +284,9 @@ class Validity:
         return self.is_unchanged(result) and all(map(self.is_valid, self.list_needed(result)))
 
     def compare_stage(self, result: Result, record: Record) -> list[Change]:
-        """Return what a record was computed from and what differs now, apart from code and the results that it needs.
+        """Return what differs between a record and the present fields, outside files, seed and device.
+
+        Code and inputs are not compared.
 
         Args:
             result: the result that the record should be of.
@@ -393,7 +396,7 @@ class Validity:
         return self.compare(result, self.record(result))
 
     def compare(self, result: Result, record: Record) -> tuple[Change, ...]:
-        """Return what a result with a record would differ in, as `find_changes`.
+        """Return the changes of a result with a given record, those of the results that it needs included.
 
         Changes of the results that it needs come first. If there are none, other contents of these results are changes.
         Results that it needs and that are missing are not compared.

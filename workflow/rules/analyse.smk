@@ -11,9 +11,9 @@ for name in layout.analyses:
             name:
                 f"measure_{name}"
             input:
-                layout.outdated(f"measure_{name}"),
-                layout.input(f"{TRAINING}/milestones/{{step}}/milestone.json"),
-                layout.input(f"{RESULTS}/latents/manifest.json"),
+                layout.rerun_if_invalid(f"measure_{name}"),
+                layout.records(f"{TRAINING}/milestones/{{step}}/milestone.json"),
+                layout.records(f"{RESULTS}/latents/manifest.json"),
             output:
                 update([f"{TRAINING}/analyses/{name}.{{step}}.{suffix}" for suffix in ("csv", "json")]),
             log:
@@ -39,8 +39,8 @@ for name in layout.analyses:
         name:
             f"analyse_{name}"
         input:
-            layout.outdated(f"analyse_{name}"),
-            layout.input(*layout.analysis_inputs(name)),
+            layout.rerun_if_invalid(f"analyse_{name}"),
+            layout.records(*layout.analysis_inputs(name)),
         output:
             update([f"{RESULTS}/analyses/{name}.{suffix}" for suffix in ("csv", "json")]),
             report(update(f"{RESULTS}/analyses/{name}.png"), category="Analyses"),

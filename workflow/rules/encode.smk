@@ -8,7 +8,7 @@ if layout.shards("encode"):
 
     rule encode_shards:
         input:
-            layout.input(*ENCODE_INPUTS),
+            layout.records(*ENCODE_INPUTS),
         output:
             temp(directory(layout.shard_path("encode", "{shard}"))),
         log:
@@ -29,8 +29,8 @@ if layout.shards("encode"):
 
 rule encode:
     input:
-        layout.outdated("encode"),
-        layout.input(*ENCODE_INPUTS),
+        layout.rerun_if_invalid("encode"),
+        layout.records(*ENCODE_INPUTS),
         shards=[layout.shard_path("encode", shard) for shard in layout.shards("encode")],
     output:
         update(f"{RESULTS}/latents/manifest.json"),

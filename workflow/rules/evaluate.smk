@@ -1,4 +1,4 @@
-# Comparison of every snapshot's samples with the reference.
+# Metrics of every snapshot: distance of its samples to the reference, and validation loss of its weights on held-out latents.
 
 
 for segment in layout.segments:
@@ -7,12 +7,12 @@ for segment in layout.segments:
         name:
             f"evaluate{segment.suffix}"
         input:
-            layout.outdated("evaluate", segment),
-            layout.input(*(f"{TRAINING}/samples/{step}.json" for step in segment.snapshots)),
-            layout.input(*(f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots)),
-            layout.input(f"{RESULTS}/latents/manifest.json"),
-            layout.input(f"{RESULTS}/extractor/manifest.json"),
-            layout.input(f"{RESULTS}/reference/reference.json"),
+            layout.rerun_if_invalid("evaluate", segment),
+            layout.records(*(f"{TRAINING}/samples/{step}.json" for step in segment.snapshots)),
+            layout.records(*(f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots)),
+            layout.records(f"{RESULTS}/latents/manifest.json"),
+            layout.records(f"{RESULTS}/extractor/manifest.json"),
+            layout.records(f"{RESULTS}/reference/reference.json"),
         output:
             update([f"{TRAINING}/evaluation/{step}.json" for step in segment.snapshots]),
         log:

@@ -3,7 +3,7 @@
 
 rule prepare:
     input:
-        layout.outdated("prepare"),
+        layout.rerun_if_invalid("prepare"),
     output:
         update(f"{RESULTS}/dataset/manifest.json"),
     log:

@@ -3,8 +3,8 @@
 
 rule report:
     input:
-        layout.outdated("report"),
-        layout.input(*layout.report_inputs()),
+        layout.rerun_if_invalid("report"),
+        layout.records(*layout.report_inputs()),
     output:
         update(f"{RESULTS}/report.json"),
         page=f"{RESULTS}/report.html",

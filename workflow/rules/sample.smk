@@ -16,7 +16,7 @@ for segment in layout.segments:
             name:
                 f"sample_shards{segment.suffix}"
             input:
-                layout.input(*SAMPLE_INPUTS),
+                layout.records(*SAMPLE_INPUTS),
             output:
                 images=[
                     temp(layout.shard_path("sample", "{shard}", "{method}", "{seed}", step))
@@ -43,8 +43,8 @@ for segment in layout.segments:
         name:
             f"sample{segment.suffix}"
         input:
-            layout.outdated("sample", segment),
-            layout.input(*SAMPLE_INPUTS),
+            layout.rerun_if_invalid("sample", segment),
+            layout.records(*SAMPLE_INPUTS),
             shards=[
                 layout.shard_path("sample", shard, "{method}", "{seed}", step)
                 for step in segment.snapshots

@@ -25,8 +25,8 @@ for name, (read, resources_of_stage) in ((name, SHARED[name]) for name in SHARED
         name:
             name
         input:
-            layout.outdated(name),
-            layout.input(*(f"{RESULTS}/{folder}/manifest.json" for folder in read)),
+            layout.rerun_if_invalid(name),
+            layout.records(*(f"{RESULTS}/{folder}/manifest.json" for folder in read)),
         output:
             update(f"{RESULTS}/{name}/{'reference' if name == 'reference' else 'manifest'}.json"),
         log:

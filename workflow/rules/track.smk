@@ -7,8 +7,8 @@ localrules:
 
 rule track:
     input:
-        layout.outdated("track"),
-        layout.input(f"{RESULTS}/report.json"),
+        layout.rerun_if_invalid("track"),
+        layout.records(f"{RESULTS}/report.json"),
     output:
         update(f"{RESULTS}/tracking.json"),
     log:

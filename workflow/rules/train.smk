@@ -1,5 +1,6 @@
 # One job per method, seed and segment; it resumes from the training run's checkpoint. Schedulers end a job by a signal
-# to all of its processes: the shell and tee ignore it until the training run has written a checkpoint.
+# to all of its processes: the shell and tee ignore it until the training run has written a checkpoint. The jobs of a group
+# are one job of the cluster: runs that share a GPU (`training.trainings_per_gpu`).
 
 
 for segment in layout.segments:
@@ -8,12 +9,14 @@ for segment in layout.segments:
         name:
             f"train{segment.suffix}"
         input:
-            layout.outdated("train", segment),
-            latents=layout.input(f"{RESULTS}/latents/manifest.json"),
-            before=layout.input(*(f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.previous)),
+            layout.rerun_if_invalid("train", segment),
+            latents=layout.records(f"{RESULTS}/latents/manifest.json"),
+            previous_snapshot=layout.records(
+                *(f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.previous)
+            ),
         output:
             update([f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots]),
-            update([f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl") if segment.is_last]),
+            update([f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl")] if segment.is_last else []),
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.suffix}.log",
         priority: layout.priority("train")

@@ -45,7 +45,7 @@ COMMANDS = {
     "doctor": ("kairos.cli.doctor", "check software, devices and cluster of this machine"),
     "accept": ("kairos.cli.accept", "keep results whose code alone has changed"),
     "discard": ("kairos.cli.accept", "delete records and states, so that results are computed anew"),
-    "record": ("kairos.cli.record", "write the content of all results to a file for git, see kairos verify --against"),
+    "record": ("kairos.cli.record", "write a hash of every result to a file for git, for kairos verify --against"),
 }
 
 # messages for errors of the operating system whose own messages do not help

@@ -1,4 +1,4 @@
-"""``kairos accept`` and ``kairos discard``: keep results of other code, or compute results anew."""
+"""``kairos accept`` and ``kairos discard``: keep results of other code, or delete results to compute them anew."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,9 @@ from pathlib import Path
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `kairos accept` or `kairos discard`."""
     parser.add_argument("experiment", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
-    parser.add_argument("--stage", metavar="S", help="results of this stage alone, such as train or evaluate")
+    parser.add_argument(
+        "--stage", metavar="S", help="results of this stage alone: prepare, train, sample, ..., analyse_NAME"
+    )
     parser.add_argument("--method", metavar="M", help="results of the training runs of this method alone")
 
 
@@ -15,7 +17,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Change the records of an experiment's results, and print the number of changed or deleted files.
 
     - `accept`: results whose settings and inputs are those of the experiment, and whose code alone differs, count as
-      computed by the present code. Reports keep saying that they were not.
+      computed by the present code. Later reports mark them as computed by other code.
     - `discard`: records and states are deleted, and the next run of the workflow computes the results anew.
 
     Raises:

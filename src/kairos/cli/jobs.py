@@ -73,9 +73,10 @@ class Job:
             write: function that writes the files of the result.
             files: files of which the record contains the hashes; empty: `write` writes the record itself.
         """
-        for computed_from in self.select_outdated([result]).values():
+        outdated = self.select_outdated([result])
+        if result in outdated:
             write()
-            self.record(result, computed_from, *files)
+            self.record(result, outdated[result], *files)
 
     def select_outdated(self, results: list["Result"]) -> dict["Result", dict[str, Any]]:
         """Return the results that have to be computed, with what they will be computed from; log the others.
@@ -111,7 +112,7 @@ class Job:
         if files:
             hashes = {file.relative_to(path.parent).as_posix(): sha256_file(file) for file in files}
             write_record(path, {"files": hashes})
-        self.validity.sign(result, computed_from)
+        self.validity.add_computed_from(result, computed_from)
 
     def check_plan(self, name: str, key: str) -> None:
         """Check that the pipeline has planned a job with the code that the job imports.

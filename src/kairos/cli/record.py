@@ -1,4 +1,4 @@
-"""``kairos record``: write the content of all results to a small file for git."""
+"""``kairos record``: write a hash of the content of every result to a small file for git."""
 
 import argparse
 from pathlib import Path

@@ -303,7 +303,7 @@ class Layout:
         """Return a wildcard constraint, a regular expression, that matches exactly the texts of the values."""
         return "|".join(re.escape(str(value)) for value in values)
 
-    def input(self, *paths: str) -> Callable[[Any], list[str]]:
+    def records(self, *paths: str) -> Callable[[Any], list[str]]:
         """Return an input function for records: those of valid results are ``ancient``, so that their age is ignored.
 
         Args:
@@ -316,7 +316,7 @@ class Layout:
 
         return list_paths
 
-    def outdated(self, stage: str, segment: Segment | None = None) -> Callable[[Any], list[str]]:
+    def rerun_if_invalid(self, stage: str, segment: Segment | None = None) -> Callable[[Any], list[str]]:
         """Return an input function: `OUTDATED`, so that the job runs, unless all of its results are valid.
 
         Args:

@@ -29,7 +29,7 @@ def record(experiment: Experiment, results: Path, out: Path) -> None:
     """Write the recording of complete results to a file, and DVC's metrics and curves into the folder of results.
 
     The metrics are in ``summary/metrics.json``, and the curve of each method in ``summary/curves``. A folder that
-    dvc.yaml lists and the experiment lacks gets a file that says so.
+    dvc.yaml lists and the experiment lacks gets a placeholder ``manifest.json``.
 
     Args:
         experiment: the experiment, with a definite extractor.
@@ -116,8 +116,8 @@ def _find_changes(validity: Validity, path: Path, stages: dict[str, Any]) -> lis
     recorded = stages.get(_stage_name(result), {})
     computed_from = validity.record(result).get("computed_from", {})
     present = {name: computed_from.get(name) for name in recorded}
-    before = {**recorded.pop("fields", {}), **recorded} if recorded else {}
-    return list(compare_fields(before, {**(present.pop("fields", None) or {}), **present}))
+    before, now = ({**(values.get("fields") or {}), **values, "fields": None} for values in (recorded, present))
+    return list(compare_fields(before, now))
 
 
 def _find_different_inputs(validity: Validity, path: Path, different: set[str]) -> list[str]:

@@ -38,7 +38,10 @@ def accept(experiment: Any, results: Path, stage: str | None, method: str | None
             changes = validity.find_changes(result)
             if changes:
                 what = format_changes(changes)
-                raise ConfigError(f"{validity.path(result)}: got {what}, allowed: changes of code alone")
+                remedy = "run the workflow, or select other results by --stage and --method"
+                raise ConfigError(
+                    f"{validity.path(result)}: {what} changed, and accept is for changes of code alone; {remedy}"
+                )
         changed = []
         for result in selected:
             record = validity.record(result)
