@@ -11,7 +11,7 @@ prepare are forks of a server that has imported torch: their memory includes the
 
 Columns:
     source, autoencoder, images: the case.
-    stage: name of the stage; train has 200 steps. ``record`` is ``kairos ledger record``, with a new cache of DVC.
+    stage: name of the stage; train has 200 steps. ``record`` is ``dvc repro`` with complete results, and a new cache.
     seconds: wall time of the job.
     mib: peak resident memory, MiB.
     microseconds_per_image: seconds over the number of images.
@@ -126,11 +126,11 @@ def measure_record(clone: Path) -> tuple[float, float]:
     Memory is that of the largest process among kairos, Snakemake and DVC.
     """
     start = time.perf_counter()
-    process = subprocess.Popen(["kairos", "ledger", "record"], cwd=clone)
+    process = subprocess.Popen(["dvc", "repro"], cwd=clone)
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - start
     if status:
-        raise RuntimeError(f"kairos ledger record failed in {clone}")
+        raise RuntimeError(f"dvc repro failed in {clone}")
     return seconds, usage.ru_maxrss / 2**10
 
 

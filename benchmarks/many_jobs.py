@@ -125,7 +125,7 @@ class Workplace:
 
         `trained` is the working directory of the trained experiment. Existing copies are kept.
         """
-        if not (folder / "results/many/sums").exists():
+        if not (folder / "results/many/methods").exists():
             self.run([sys.executable, __file__, "--build", str(trained)], folder)
 
     def run(self, command: list[str], folder: Path) -> None:

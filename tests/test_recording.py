@@ -8,6 +8,7 @@ import pytest
 
 import results_tree
 from kairos.cli import main
+from kairos.config import load
 from kairos.files import read_json, write_json, write_record
 
 
@@ -16,6 +17,9 @@ def recorded(tmp_path, monkeypatch) -> Path:
     """Folder of results, recorded in recording.json."""
     monkeypatch.chdir(tmp_path)
     _, results = results_tree.write(Path("."), seeds=(0,), methods=("uniform", "min_snr"))
+    for name in ("latents", "extractor"):  # which the tree lacks
+        write_record(results / name / "manifest.json", {"content_sha256": name, "name": name})
+    results_tree.sign(load("tiny.yaml"), results)
     write_times(results, processor="Xeon")
     assert main(["record", "--config", "tiny.yaml", "--out", "recording.json"]) == 0
     return results
@@ -75,6 +79,16 @@ def test_differences_have_their_causes(recorded, capsys):
     follows = "follows from methods/uniform/seed0/samples/0000400.json"
     assert f"methods/uniform/seed0/evaluation/0000400.json: differs, {follows}" in out
     assert "methods/uniform/seed0/milestones/0000200/milestone.json: missing\n" in out
+
+
+def test_only_results_that_are_valid_are_recorded(recorded, capsys):
+    path = recorded / "extractor/manifest.json"
+    record = read_json(path)
+    write_record(path, record | {"computed_from": record["computed_from"] | {"code": "0", "key": "0"}})
+    for change in (lambda: None, path.unlink):
+        change()
+        assert main(["record", "--config", "tiny.yaml", "--out", "other.json"]) == 1
+        assert "extractor/manifest.json: missing, outdated or of other code" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_recording_is_rejected(recorded, capsys):

@@ -122,6 +122,8 @@ def test_lowering_the_last_milestone_gives_the_shorter_run(finished, latents, tm
     train(experiment(), "adaptive", 0, longer, latents, [0, length])
     for name in ("checkpoint.pt", "metrics.jsonl", "training.json"):
         assert (longer / name).read_bytes() == (shorter / name).read_bytes()
+    records = [check_milestone(out / f"milestones/{length:07d}") for out in (longer, shorter)]
+    assert records[0]["files"] == records[1]["files"] != {}
 
 
 def test_a_run_may_have_a_milestone_at_each_of_many_steps(latents, tmp_path):

@@ -261,22 +261,17 @@ class Validity:
         Raises:
             KairosError: the record is dated in the future, so that modification times cannot be compared.
         """
-        record = self.record(result)
+        record, path = self.record(result), self.path(result)
         recorded = record.get("computed_from")
-        if recorded is None:
+        if self._reads_outside:
+            _check_age(path)
+        if recorded is None or not path.is_file():
             return False
         present = self.describe(result)
         if recorded["key"] != present["key"] or recorded["inputs"] != present["inputs"]:
             return False
         if result.stage == TRAIN.name and self._compare_run(result, recorded):
             return False
-        path = self.path(result)
-        age = time.time() - path.stat().st_mtime
-        if age < -_CLOCK_TOLERANCE and self._reads_outside:
-            raise KairosError(
-                f"{path}: dated {-age:.0f} s in the future, so that later results would count as older; correct the "
-                "clock of this machine, or touch the file"
-            )
         return all((path.parent / name).exists() for name in record.get("files", ()))
 
     def _find_validity(self, result: Result) -> bool:
@@ -304,6 +299,14 @@ class Validity:
         if recorded["outside"] != present["outside"] and (self._reads_outside or present["outside"] is not None):
             changes.append(Change(f"{_OUTSIDE} (SHA-256)", _shorten(recorded["outside"]), _shorten(present["outside"])))
         return changes
+
+    def differs_by_code_only(self, result: Result) -> bool:
+        """Return True if a result has the present settings and inputs, and was computed by other code."""
+        recorded = self.record(result).get("computed_from")
+        if recorded is None or self.find_changes(result):
+            return False
+        present = self.describe_stage(result.stage, result.method if result.stage == TRAIN.name else None)
+        return bool(recorded["code"] != present["code"])
 
     def has_other_code(self, result: Result) -> bool:
         """Return True if a result, or one that it needs, was computed by other code than the present one.
@@ -442,6 +445,16 @@ def _describe_stage(stage: Stage, sections: Sections, outside_paths: Sequence[st
     return {"fields": fields, "code": code, "outside": outside, "paths": list(outside_paths), "key": key}
 
 
+def _check_age(path: Path) -> None:
+    """Raise KairosError if a file is dated in the future: Snakemake would take an outdated result for a new one."""
+    age = time.time() - path.stat().st_mtime if path.is_file() else 0.0
+    if age < -_CLOCK_TOLERANCE:
+        raise KairosError(
+            f"{path}: dated {-age:.0f} s in the future, so that later results would count as older; correct the clock "
+            "of this machine, or touch the file"
+        )
+
+
 def _name_method(fields: Record, result: Result) -> Record:
     """Return fields in which the method has the name of its field in the experiment file."""
     if "method" not in fields:
@@ -507,7 +520,7 @@ def _replace_auto(experiment: Any, results: Path) -> Any:
     if evaluation.extractor.name != "auto":
         return experiment
     recorded = glance(results / EXTRACTOR.record).get("computed_from")
-    if recorded is None:
+    if recorded is None or recorded["paths"]:  # ``auto`` selects no extractor with a path
         return experiment
     extractor = type(evaluation).model_validate({"extractor": recorded["fields"]["evaluation"]["extractor"]}).extractor
     return experiment.model_copy(update={"evaluation": evaluation.model_copy(update={"extractor": extractor})})

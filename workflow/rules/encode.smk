@@ -8,7 +8,7 @@ if layout.shards("encode"):
 
     rule encode_shards:
         input:
-            layout.records(*ENCODE_INPUTS),
+            ENCODE_INPUTS,  # their age counts: a shard may be of earlier ones
         output:
             temp(directory(layout.shard_path("encode", "{shard}"))),
         log:

@@ -16,7 +16,7 @@ for segment in layout.segments:
             name:
                 f"sample_shards{segment.suffix}"
             input:
-                layout.records(*SAMPLE_INPUTS),
+                SAMPLE_INPUTS,  # their age counts: a shard may be of an earlier snapshot
             output:
                 images=[
                     temp(layout.shard_path("sample", "{shard}", "{method}", "{seed}", step))

@@ -30,6 +30,7 @@ for segment in layout.segments:
         params:
             **layout.params("train"),
             segment=segment.number,
+            steps=list(segment.steps),  # by which a controller recognises the job, too
         shell:
             "trap '' HUP; trap : TERM INT; kairos train --config {params.config} --method {wildcards.method}"
             " --seed {wildcards.seed} --segment {params.segment} 2>&1 | (trap '' TERM INT; exec tee {log})"

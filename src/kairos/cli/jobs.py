@@ -94,7 +94,35 @@ class Job:
             else:
                 outdated[result] = self.validity.describe(result)
                 self.check_plan(result.stage, outdated[result]["key"])
+                self._check_inputs(result)
         return outdated
+
+    def _check_inputs(self, result: "Result") -> None:
+        """Compare samples and measurements that a result needs with their records, which a killed job may not fit.
+
+        Raises:
+            DamagedError: a file differs.
+        """
+        for needed in self.validity.list_needed(result):
+            if needed.stage == "sample" or needed.stage.startswith("measure_"):
+                remedy = f"compute it again: snakemake --forcerun {needed.stage}"
+                path = self.validity.path(needed)
+                check_files(path.parent, self.validity.record(needed).get("files", {}), remedy)
+
+    def has_complete_training(self) -> bool:
+        """Return True if the snapshots of the job's training run or segment are valid and intact, and its end too."""
+        from kairos.validity import Result
+
+        results = [Result("train", self.method, self.seed, name) for name in self.snapshots]
+        if not all(self.validity.is_unchanged(result) and self._has_intact_files(result) for result in results):
+            return False
+        if self.segment is not None and not self.segment.is_last:
+            return True
+        folder, snapshot = self.run_folder, self.validity.record(results[-1])
+        record = glance(folder / "training.json")
+        has_files = all((folder / name).is_file() for name in ("metrics.jsonl", "checkpoint.pt"))
+        is_of_run = (record.get("identity"), record.get("steps")) == (snapshot["identity"], snapshot["step"])
+        return has_files and is_of_run
 
     def _has_intact_files(self, result: "Result") -> bool:
         try:

@@ -69,10 +69,15 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
         SystemExit: a launched process failed and has reported its error.
         KairosError: training is not possible, or a launched process was killed.
     """
+    from kairos.progress import log
     from kairos.training import launch
 
     job = open_job(arguments)
     milestones = _select_milestones(arguments, job)
+    is_of_pipeline = not (arguments.out or arguments.latents or arguments.milestones or arguments.restart)
+    if is_of_pipeline and not arguments.milestones_only and job.has_complete_training():
+        log(f"{job.run_folder}: settings, code and inputs are unchanged, 0 steps to do")
+        return
     is_distributed = job.experiment.training.processes > 1
     is_launched = launch.local_rank() is not None  # this process is a rank of a distributed run
     if is_distributed and not is_launched:

@@ -501,9 +501,10 @@ def load_recorded_experiment(folder: Path) -> Experiment:
     config = read_record(newest_record)["config"]
     samples_record = _find_newest(folder, "samples/*.json")
     for path in (samples_record, folder / EXTRACTOR.record, folder / REFERENCE.record):
-        fields = glance(path).get("computed_from", {}).get("fields", {}) if path else {}
-        for section in fields.keys() & {"sampling", "evaluation"}:
-            config[section] = {**config[section], **fields[section]}
+        computed_from = glance(path).get("computed_from", {}) if path else {}
+        for section in computed_from.get("fields", {}).keys() & {"sampling", "evaluation"}:
+            if not computed_from["paths"]:  # without the paths of outside files, which fields lack
+                config[section] = {**config[section], **computed_from["fields"][section]}
     return validate(config, str(folder))
 
 

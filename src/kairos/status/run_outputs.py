@@ -116,7 +116,7 @@ def _describe_other_code(outline: Outline) -> list[str]:
         return []
     names = [name for name in validity.stages if name not in ("report", "track")]
     results = [result for name in names for result in validity.list_results(name) if validity.record(result)]
-    count = sum(not validity.find_changes(result) and not validity.is_valid(result) for result in results)
+    count = sum(map(validity.differs_by_code_only, results))
     if count == 0:
         return []
     return [f"{count} of {len(results)} results differ by code only; kairos accept keeps them"]

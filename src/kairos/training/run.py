@@ -122,11 +122,12 @@ def train(
 
         # outputs
         if is_first and milestones_only:
-            run_folder.publish(milestones, record=None)
+            run_folder.publish(milestones, None, computed_from)
         elif is_first:
             checkpoint = run_folder.newest_checkpoint(latest_step=milestones[-1])
             assert checkpoint is not None  # written by the job above, or found by `prepare`
-            run_folder.publish(milestones, _build_record(run, identity, computed_from, milestones, checkpoint))
+            record = _build_record(run, identity, computed_from, milestones, checkpoint)
+            run_folder.publish(milestones, record, computed_from)
     return {"steps_run": steps_run, "step": milestones[-1], "identity": identity}
 
 
@@ -259,7 +260,8 @@ class TrainingJob:
     def train_until(self, milestones: list[int], missing: list[int]) -> int:
         """Resume from the newest usable checkpoint and train to the last milestone; return how many steps it took.
 
-        A snapshot at step 0 is written first if requested. If the last milestone is step 0, a checkpoint is saved too.
+        A snapshot of the step that it resumes from is written if requested. If the last milestone is step 0, a
+        checkpoint is saved too.
 
         Args:
             milestones: steps whose snapshots are requested, increasing.
@@ -272,7 +274,8 @@ class TrainingJob:
         """
         training = self.training
         self._resume(latest_step=missing[0])
-        if training.step == 0 and 0 in milestones:  # at step 0, `_resume` has deleted all snapshots
+        # at step 0, `_resume` has deleted all snapshots; a later checkpoint may be of a step without a snapshot so far
+        if training.step in missing or (training.step == 0 and 0 in milestones):
             self._write_snapshot()
         self._begin_steps()
         self._run_steps(milestones)

@@ -25,11 +25,13 @@ from typing import Any
 
 from kairos.files import (
     DamagedError,
+    atomic_folder,
+    glance,
     link_file,
-    link_tree,
     list_by_step,
     read_entries,
     read_json,
+    read_record,
     set_missing_filename,
     sha256_bytes,
     try_lock,
@@ -74,6 +76,7 @@ TIMING_FIELDS = {
     "machine.processes": "processes of the training run",
 }
 
+_RECORD = "milestone.json"  # of a snapshot
 _KEPT_CHECKPOINTS = 2  # if the last one is damaged, the one before it is used
 _WATCH_SECONDS = 12  # for which a progress file is watched; a running job writes it every 5 s
 _STALE_SECONDS = 60  # age from which a progress file is treated as abandoned
@@ -385,7 +388,7 @@ class RunFolder:
         if step == 0:
             shutil.rmtree(self.state / "milestones", ignore_errors=True)
 
-    def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
+    def publish(self, milestones: list[int], record: dict[str, Any] | None, computed_from: dict[str, Any]) -> None:
         """Link the outputs of a request into the run's folder; the record is written last.
 
         An intact published snapshot with an equal record is left as it is. If there is a record, the outputs include
@@ -395,12 +398,11 @@ class RunFolder:
         Args:
             milestones: steps whose snapshots are requested.
             record: content of training.json; ``steps`` selects the checkpoint. None: publish snapshots only.
+            computed_from: see `kairos.validity.describe_training`. The records of published snapshots contain it. If
+                other code, which was accepted, computed a snapshot, they list the hash of this code under ``accepted``.
         """
         for step in milestones:
-            snapshot = self.snapshot_folder(step)
-            target = self.out / "milestones" / step_name(step)
-            if not _is_published(snapshot, target):
-                link_tree(snapshot, target)
+            _publish_snapshot(self.snapshot_folder(step), self.out / "milestones" / step_name(step), computed_from)
         if record is None:
             return
         link_file(self._checkpoint_path(record["steps"]), self.out / "checkpoint.pt")
@@ -415,12 +417,21 @@ def _list_versions(versions: dict[str, str | None]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _is_published(snapshot: Path, target: Path) -> bool:
-    """Return True if `target` exists, is intact, and its record equals the snapshot's; log any damage."""
-    record = target / "milestone.json"
-    if not record.exists() or record.read_bytes() != (snapshot / "milestone.json").read_bytes():
-        return False
-    return _is_intact(target)  # by the hashes in the record of `target`, which equals the record of the snapshot
+def _publish_snapshot(snapshot: Path, target: Path, computed_from: dict[str, Any]) -> None:
+    """Link the files of a snapshot to `target`, with a record of its own, unless they are there and intact."""
+    record = read_record(snapshot / _RECORD)
+    in_state = record["computed_from"]
+    codes = {*in_state.get("accepted", ()), in_state["code"]} - {computed_from["code"]}
+    accepted = {"accepted": sorted(codes)} if codes else {}
+    published = {**record, "computed_from": {**computed_from, **accepted}}
+    present = glance(target / _RECORD)
+    if {**present, "checksum": None} == {**published, "checksum": None} and _is_intact(target):
+        return
+    with atomic_folder(target) as folder:
+        for name in record["files"]:
+            link_file(snapshot / name, folder / name)
+        # no link: Snakemake may restore an earlier record in place
+        write_record(folder / _RECORD, published)
 
 
 def _is_intact(snapshot: Path) -> bool:

@@ -5,6 +5,7 @@ which results are valid, and ends the run on a signal. The Snakemake processes t
 Snakefile too, but only read the frozen experiment.
 """
 
+import base64
 import dataclasses
 import logging
 import os
@@ -30,7 +31,14 @@ from kairos.slurm import job_records_folder
 from kairos.tracking.mlflow_store import tracking_uri, without_credentials
 from kairos.training.job import read_progress
 from kairos.workflow import fork_server
-from kairos.workflow.layout import FROZEN_VARIABLE, Layout, Segment, create_layout, load_frozen_layout
+from kairos.workflow.layout import (
+    FROZEN_VARIABLE,
+    Layout,
+    Segment,
+    create_layout,
+    load_frozen_layout,
+    write_plan,
+)
 from kairos.workflow.snakemake_private import set_jobs_per_group
 from kairos_timesteps.errors import KairosError, rejection
 
@@ -65,7 +73,7 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
         if FROZEN_VARIABLE in os.environ:  # this process runs single jobs: the controller has set the variable
             return load_frozen_layout()
         layout = create_layout(_load_experiment(workflow, config))
-        layout = dataclasses.replace(layout, ignores_age=not _forces_jobs(workflow))
+        layout = dataclasses.replace(layout, ignores_age=not _forces_jobs(workflow, layout))
         os.environ[FROZEN_VARIABLE] = str(layout.config_file.resolve())
         if not workflow.output_settings.dryrun:
             _remove_leftovers(layout)
@@ -75,11 +83,16 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
         return layout
 
 
-def _forces_jobs(workflow: Any) -> bool:
+def _forces_jobs(workflow: Any, layout: Layout) -> bool:
     """Return True if Snakemake may run a job whose results are valid: one that is forced, or was killed."""
     settings = workflow.dag_settings
-    is_forced = settings is not None and bool(settings.forceall or settings.forcetargets or settings.forcerun)
-    return is_forced or any(Path(".snakemake/incomplete").glob("*"))
+    if settings is not None and (settings.forceall or settings.forcetargets or settings.forcerun):
+        return True
+    # Snakemake's marks of killed jobs have the paths of outputs as names, in base 64; long names are split into folders
+    folder = Path(".snakemake/incomplete")
+    marks = ("".join(file.relative_to(folder).parts) for file in folder.rglob("*") if file.is_file())
+    prefix = f"{layout.results}/".encode()
+    return any(base64.b64decode(mark + "==", validate=False).startswith(prefix) for mark in marks)
 
 
 def _complete_search_path() -> None:
@@ -210,6 +223,7 @@ def starts(workflow: Any, layout: Layout) -> None:
         if workflow.executor_plugin.name == "slurm":
             raise rejection("executor", "'slurm'", "'kairos', whose settings are kairos-… instead of slurm-…")
         _lock_files.append(lock_results(Path(layout.results)))
+        write_plan(layout)
     if workflow.local_exec:
         _end_on_signals(workflow.scheduler)
     if workflow.local_exec and not workflow.touch:

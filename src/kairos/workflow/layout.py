@@ -394,13 +394,17 @@ def create_layout(experiment: Experiment) -> Layout:
         layout.notes.append(f"dataset: files are missing here; the hash in {record} is used in their place")
     # different in each run, since Snakemake may compare contents
     write_text(OUTDATED, f"Results of jobs with this input are not valid. Written at {time.time_ns()}.\n")
-    write_json(plan_file(layout.config_file), _list_keys(layout))
     return layout
 
 
 def plan_file(config_file: Path) -> Path:
     """Return the path of the keys of a controller's plan, in the folder of its frozen experiment."""
     return config_file.with_suffix(".keys.json")
+
+
+def write_plan(layout: Layout) -> None:
+    """Write the keys that a controller has planned with, for its jobs, see `plan_file`."""
+    write_json(plan_file(layout.config_file), _list_keys(layout))
 
 
 def _list_keys(layout: Layout) -> dict[str, str]:

@@ -48,6 +48,10 @@ def record(experiment: Experiment, results: Path, out: Path) -> None:
     for stage in validity.stages:
         for result in validity.list_results(stage) if stage not in _SUMMARIES else ():
             path = validity.path(result)
+            if not validity.is_unchanged(result):
+                raise KairosError(
+                    f"{path}: missing, outdated or of other code; run the workflow first, or kairos accept"
+                )
             contents[path.relative_to(results).as_posix()] = validity.content(result)
             described = validity.describe_stage(stage, result.method if stage == TRAIN.name else None)
             stages[_stage_name(result)] = {name: described[name] for name in ("fields", "code", "outside")}
@@ -94,13 +98,13 @@ def compare(recording: Path, experiment: Experiment, results: Path) -> Iterator[
     except (OSError, DamagedError) as error:
         raise KairosError(f"--against: {recording} is no recording ({error}); pass a file of kairos record") from None
     validity = Validity(experiment, results)
-    present = {path: _hash_content(validity, results / path) for path in contents}
-    different = {path for path in contents if present[path] != contents[path]}
+    present = {path: _hash_content(validity, results / path) for path in contents if (results / path).is_file()}
+    different = {path for path in contents if present.get(path) != contents[path]}
     machine_changes = _compare_machines(machines, _list_machines(results))
     for path in contents:
         if path not in different:
             yield path, "same", ""
-        elif present[path] is None:
+        elif present.get(path) is None:
             yield path, "missing", ""
         else:
             changes = _find_changes(validity, results / path, stages)
@@ -113,6 +117,8 @@ def compare(recording: Path, experiment: Experiment, results: Path) -> Iterator[
 def _find_changes(validity: Validity, path: Path, stages: dict[str, Any]) -> list[Change]:
     """Return the changes of fields, code and outside files of a result since the recording."""
     result = _find_result(validity, path)
+    if result is None:
+        return []
     recorded = stages.get(_stage_name(result), {})
     computed_from = validity.record(result).get("computed_from", {})
     present = {name: computed_from.get(name) for name in recorded}
@@ -122,18 +128,20 @@ def _find_changes(validity: Validity, path: Path, stages: dict[str, Any]) -> lis
 
 def _find_different_inputs(validity: Validity, path: Path, different: set[str]) -> list[str]:
     result = _find_result(validity, path)
+    if result is None:
+        return []
     needed = (validity.path(other).relative_to(validity.results).as_posix() for other in validity.list_needed(result))
     return [other for other in needed if other in different]
 
 
-def _find_result(validity: Validity, path: Path) -> Result:
-    """Return the result of a record; for the record of a training run, that of its last snapshot."""
+def _find_result(validity: Validity, path: Path) -> Result | None:
+    """Return the result of a record; for the record of a training run, that of its last snapshot.
+
+    None: the experiment has no such stage any more, such as an analysis.
+    """
     if path.name == "training.json":
         path = path.parent / "milestones" / f"{glance(path).get('steps', 0):07d}" / "milestone.json"
-    result = validity.find_result(str(path))
-    if result is None:
-        raise KairosError(f"--against: {path} is no record of a result of this experiment")
-    return result
+    return validity.find_result(str(path))
 
 
 def _hash_content(validity: Validity, path: Path) -> str | None:
@@ -141,7 +149,8 @@ def _hash_content(validity: Validity, path: Path) -> str | None:
     if path.name == "training.json":
         components = glance(path).get("components")
         return sha256_json(components) if components else None
-    return validity.content(_find_result(validity, path))
+    result = _find_result(validity, path)
+    return validity.content(result) if result else None
 
 
 def _stage_name(result: Result) -> str:

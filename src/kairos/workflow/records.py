@@ -5,9 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kairos.files import glance, list_by_step, read_record, write_record
+from kairos.files import glance, write_record
 from kairos.stages import TRAIN, run_folder
-from kairos.validity import Result, Validity, accept_identity, format_changes, state_folder, training_identity
+from kairos.training.run_folder import lock_run_folder
+from kairos.validity import (
+    Result,
+    Validity,
+    accept_identity,
+    find_identity,
+    format_changes,
+    state_folder,
+    training_identity,
+)
 from kairos.workflow.controller import lock_results
 from kairos_timesteps.errors import ConfigError, demand
 
@@ -15,8 +24,8 @@ from kairos_timesteps.errors import ConfigError, demand
 def accept(experiment: Any, results: Path, stage: str | None, method: str | None) -> list[str]:
     """Give the present key to results whose settings and inputs are the present ones, and whose code alone differs.
 
-    A training run resumes from the state of the accepted results. Their records list the hashes of the code that
-    computed them under ``accepted``.
+    A training run resumes from the state of the accepted results, or from one without published results. The records
+    list the hashes of the code that computed them under ``accepted``.
 
     Args:
         experiment: the experiment.
@@ -25,7 +34,7 @@ def accept(experiment: Any, results: Path, stage: str | None, method: str | None
         method: name of a method; None: all methods, and the stages that all training runs share.
 
     Returns:
-        The paths of the changed records.
+        The paths of the changed records, and of states that are accepted.
 
     Raises:
         ConfigError: settings or inputs of a result differ, or there is no such stage or method. No record is changed.
@@ -45,36 +54,39 @@ def accept(experiment: Any, results: Path, stage: str | None, method: str | None
         changed = []
         for result in selected:
             record = validity.record(result)
-            present = validity.describe_stage(result.stage, result.method if result.stage == TRAIN.name else None)
-            if record and record["computed_from"]["key"] != present["key"]:
-                changed += _accept_result(validity, result, present)
+            key = validity.describe_stage(result.stage, result.method if result.stage == TRAIN.name else None)["key"]
+            if result.stage == TRAIN.name:
+                changed += _accept_states(validity, result, key)
+            if record and record["computed_from"]["key"] != key:
+                _accept_record(validity, result, record)
+                changed.append(str(validity.path(result)))
         return changed
 
 
-def _accept_result(validity: Validity, result: Result, present: dict[str, Any]) -> list[str]:
-    path = validity.path(result)
-    paths = [path]
-    if result.stage == TRAIN.name:
-        folder = run_folder(validity.results, str(result.method), str(result.seed))
-        record = read_record(path)
-        paths += [folder / "training.json", *_find_state_records(folder, record["identity"])]
-        accepted = {**record["computed_from"], "key": present["key"]}
-        accept_identity(folder, training_identity(accepted), record["identity"])
+def _accept_record(validity: Validity, result: Result, record: dict[str, Any]) -> None:
+    recorded = record["computed_from"]
+    present = validity.describe_stage(result.stage, result.method if result.stage == TRAIN.name else None)
+    codes = sorted({*recorded.get("accepted", ()), recorded["code"]} - {present["code"]})
+    computed_from = {**recorded, "code": present["code"], "key": present["key"], "accepted": codes}
+    write_record(validity.path(result), {**record, "computed_from": computed_from})
+
+
+def _accept_states(validity: Validity, result: Result, key: str) -> list[str]:
+    """Let a training run resume from a state that other code has written; returns the state's folder, if there is one.
+
+    The state of the published snapshot comes before others, such as that of a run without published snapshots.
+    """
+    folder = run_folder(validity.results, str(result.method), int(result.seed or 0))
+    paths = [*sorted(folder.glob(".state/*/milestones/*/milestone.json")), validity.path(result)]
     changed = []
-    for file in paths:
-        recorded = glance(file).get("computed_from")
-        if recorded is not None and recorded["key"] != present["key"]:
-            codes = [*recorded.get("accepted", ()), recorded["code"]]
-            computed_from = {**recorded, "code": present["code"], "key": present["key"], "accepted": codes}
-            write_record(file, {**read_record(file), "computed_from": computed_from})
-            changed.append(str(file))
+    for path in paths:  # later ones replace earlier ones
+        record = glance(path)
+        if record and record["computed_from"]["key"] != key and not validity.compare(result, record):
+            identity = training_identity({**record["computed_from"], "key": key})
+            if find_identity(folder, {**record["computed_from"], "key": key}) != record["identity"]:
+                accept_identity(folder, identity, record["identity"])
+                changed.append(str(state_folder(folder, record["identity"])))
     return changed
-
-
-def _find_state_records(folder: Path, identity: str) -> list[Path]:
-    """Return the paths of the records of all snapshots in the state of a training run."""
-    snapshots = list_by_step(state_folder(folder, identity) / "milestones")
-    return [snapshot / "milestone.json" for snapshot in snapshots]
 
 
 def discard(experiment: Any, results: Path, stage: str | None, method: str | None) -> list[str]:
@@ -89,21 +101,28 @@ def discard(experiment: Any, results: Path, stage: str | None, method: str | Non
     deleted = []
     with lock_results(results):
         for result in _select(validity, stage, method):
-            paths = [validity.path(result)]
-            if result.stage == TRAIN.name:
-                folder = run_folder(results, str(result.method), str(result.seed))
-                identity = validity.record(result).get("identity", "")
-                identities = {identity, *validity.identities(str(result.method), int(result.seed or 0))} - {""}
-                paths += [folder / "training.json", *(state_folder(folder, name) for name in sorted(identities))]
-            for path in paths:
-                if path.is_dir():
-                    shutil.rmtree(path)
-                elif path.exists():
-                    path.unlink()
-                else:
-                    continue
-                deleted.append(str(path))
+            if result.stage != TRAIN.name:
+                deleted += _delete([validity.path(result)])
+                continue
+            folder = run_folder(results, str(result.method), str(result.seed))
+            identity = validity.record(result).get("identity", "")
+            identities = {identity, *validity.identities(str(result.method), int(result.seed or 0))} - {""}
+            states = [state_folder(folder, name) for name in sorted(identities)]
+            with lock_run_folder(folder / ".state"):  # jobs of a cluster outlive their controller
+                paths = [validity.path(result), folder / "training.json", folder / ".state/accepted.json"]
+                deleted += _delete([*paths, *states])
     return deleted
+
+
+def _delete(paths: list[Path]) -> list[str]:
+    """Delete files and folders; returns the paths of those that existed."""
+    existing = [path for path in paths if path.exists()]
+    for path in existing:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return [str(path) for path in existing]
 
 
 def _select(validity: Validity, stage: str | None, method: str | None) -> Iterator[Result]:
