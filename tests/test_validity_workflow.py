@@ -137,6 +137,35 @@ def test_results_of_other_code_are_accepted_or_computed_again(copy):
             assert re.findall(r"(\d+) steps computed", run(copy)) == ["10"], "it resumes from the accepted state"
             assert to_do(copy) == {}
     assert "train_1" in to_do(copy), "the earlier code is another one now"
+    output = run(copy)
+    assert "steps computed" not in output and to_do(copy) == {}, "its own state"
+    record = read_json(copy.folder / FOLDER / "milestones/0000040/milestone.json")
+    assert "accepted" not in record["computed_from"]
+
+
+def test_valid_training_runs_without_a_state_are_not_trained_again(copy):
+    """A pulled run has no state. A damaged one is trained."""
+    shutil.rmtree(copy.folder / FOLDER / ".state")
+    output = run(copy, "--forcerun", "train_1", "train_2", "--until", "train_2")
+    assert output.count("unchanged, 0 steps to do") == 2 and "steps computed" not in output
+    with copy.edited(*DATA):
+        assert "steps computed" not in run(copy) and to_do(copy) == {}
+    weights = copy.folder / FOLDER / "milestones/0000040/ema/diffusion_pytorch_model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-4] + b"bad!")
+    output = run(copy, "--forcerun", "train_2", "--until", "train_2")
+    assert "40 steps computed" in output and weights.read_bytes() == before
+
+
+def test_samples_that_do_not_fit_their_record_are_not_evaluated(copy):
+    """As a job leaves them that is killed between its samples and their record."""
+    shutil.copy(copy.folder / FOLDER / "samples/0000020.npz", copy.folder / FOLDER / "samples/0000040.npz")
+    (copy.folder / FOLDER / "evaluation/0000040.json").unlink()
+    ended = copy.snakemake(config="params.yaml")
+    output = ended.stdout + ended.stderr
+    assert ended.returncode != 0 and re.search(r"0000040\.npz: damaged.*--forcerun sample", output)
+    run(copy, "--forcerun", "sample_2")
+    assert to_do(copy) == {}
 
 
 def test_an_edit_of_the_results_of_one_stage_reruns_what_reads_them(copy):

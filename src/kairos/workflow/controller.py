@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
@@ -73,7 +74,9 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
         if FROZEN_VARIABLE in os.environ:  # this process runs single jobs: the controller has set the variable
             return load_frozen_layout()
         layout = create_layout(_load_experiment(workflow, config))
-        layout = dataclasses.replace(layout, ignores_age=not _forces_jobs(workflow, layout))
+        results = layout.results
+        # Snakemake sets the options of the jobs after it has read the Snakefile
+        layout = dataclasses.replace(layout, ignores_age=cache(lambda: not _forces_jobs(workflow, results)))
         os.environ[FROZEN_VARIABLE] = str(layout.config_file.resolve())
         if not workflow.output_settings.dryrun:
             _remove_leftovers(layout)
@@ -83,7 +86,7 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
         return layout
 
 
-def _forces_jobs(workflow: Any, layout: Layout) -> bool:
+def _forces_jobs(workflow: Any, results: str) -> bool:
     """Return True if Snakemake may run a job whose results are valid: one that is forced, or was killed."""
     settings = workflow.dag_settings
     if settings is not None and (settings.forceall or settings.forcetargets or settings.forcerun):
@@ -91,7 +94,7 @@ def _forces_jobs(workflow: Any, layout: Layout) -> bool:
     # Snakemake's marks of killed jobs have the paths of outputs as names, in base 64; long names are split into folders
     folder = Path(".snakemake/incomplete")
     marks = ("".join(file.relative_to(folder).parts) for file in folder.rglob("*") if file.is_file())
-    prefix = f"{layout.results}/".encode()
+    prefix = f"{results}/".encode()
     return any(base64.b64decode(mark + "==", validate=False).startswith(prefix) for mark in marks)
 
 

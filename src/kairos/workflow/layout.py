@@ -61,15 +61,16 @@ class Layout:
         config_file: frozen copy of the experiment, which all jobs read.
         notes: lines for the user, printed before anything runs.
         validity: decides which results are valid; None in the processes of jobs, where the controller has decided.
-        ignores_age: the age of valid results does not count. Snakemake does not look at a job whose inputs are such
-            results and come from a job that runs. So ages count if jobs may run although their results are valid.
+        ignores_age: returns True if the age of valid results does not count. Snakemake does not look at a job whose
+            inputs are such results and come from a job that runs. So ages count if jobs may run although their results
+            are valid.
     """
 
     experiment: Experiment
     config_file: Path
     notes: list[str] = field(default_factory=list)
     validity: Validity | None = None
-    ignores_age: bool = True
+    ignores_age: Callable[[], bool] = lambda: True
 
     # Parts of the experiment
 
@@ -348,7 +349,7 @@ class Layout:
         """Return True if a file is the record of a valid result, another file of one, or outside of the results."""
         if self.validity is None or not path.startswith(f"{self.results}/"):
             return True
-        if not self.ignores_age:
+        if not self.ignores_age():
             return False
         result = self.validity.find_result(path)
         return result is None or self.validity.is_valid(result)
