@@ -190,8 +190,9 @@ class Validity:
 
     def find_result(self, path: str) -> Result | None:
         """Return the result whose record is at a path; None: there is none."""
+        relative_path = os.path.relpath(path, self.results)
         for stage, pattern in self._patterns.items():
-            match = pattern.fullmatch(os.path.relpath(path, self.results))
+            match = pattern.fullmatch(relative_path)
             if match:
                 method, seed, snapshot = (match.groupdict().get(name) for name in ("method", "seed", "snapshot"))
                 return Result(stage, method, None if seed is None else int(seed), snapshot)
