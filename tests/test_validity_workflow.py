@@ -158,7 +158,7 @@ def test_valid_training_runs_without_a_state_are_not_trained_again(copy):
 
 
 def test_samples_that_do_not_fit_their_record_are_not_evaluated(copy):
-    """As a job leaves them that is killed between its samples and their record."""
+    """A job that is killed between its samples and their record leaves them so."""
     shutil.copy(copy.folder / FOLDER / "samples/0000020.npz", copy.folder / FOLDER / "samples/0000040.npz")
     (copy.folder / FOLDER / "evaluation/0000040.json").unlink()
     ended = copy.snakemake(config="params.yaml")
