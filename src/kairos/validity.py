@@ -166,8 +166,10 @@ class Validity:
         record: function of a `Result`. It returns the result's record, empty if it is missing or damaged.
         find_changes: function of a `Result`, see `_find_changes`.
         is_valid: function of a `Result`. It returns True if the result and all results that it needs are unchanged.
+        has_other_code: function of a `Result`. It returns True if other code, accepted or not, computed the result or
+            one that it needs.
         describe_stage: function of the name of a stage, and of a method for training. It returns fields, code, outside,
-            paths and key. These four functions are cached.
+            paths and key. These five functions are cached.
     """
 
     def __init__(self, experiment: Any, results: Path | str, reads_outside: bool = False):
@@ -180,7 +182,7 @@ class Validity:
         self.record = cache(self._read)
         self.find_changes = cache(self._find_changes)
         self.describe_stage = cache(self._describe_stage)
-        self._has_other_code = cache(self._find_other_code)
+        self.has_other_code = cache(self._find_other_code)
         self.is_valid = cache(self._find_validity)
 
     def path(self, result: Result) -> Path:
@@ -240,8 +242,11 @@ class Validity:
 
     def describe(self, result: Result) -> Record:
         """Return ``computed_from`` of a result that is computed now, except seed and device of a training run."""
-        method = result.method if result.stage == TRAIN.name else None
-        return {**self.describe_stage(result.stage, method), "inputs": self.describe_inputs(result)}
+        return {**self.describe_stage_of(result), "inputs": self.describe_inputs(result)}
+
+    def describe_stage_of(self, result: Result) -> Record:
+        """Return what `describe_stage` returns for the stage of a result; training alone depends on the method."""
+        return self.describe_stage(result.stage, result.method if result.stage == TRAIN.name else None)
 
     def describe_inputs(self, result: Result) -> dict[str, str | None]:
         """Return the content of the results that a result needs, by stage; a hash of all contents if there are many."""
@@ -256,8 +261,7 @@ class Validity:
         write_record(path, {**read_record(path), "computed_from": computed_from})
 
     def is_unchanged(self, result: Result) -> bool:
-        """Return True if a result has the present key, its inputs are the contents of the results that it needs, and
-        its files exist.
+        """Return True if a result has the present key and the present inputs, and its files exist.
 
         Raises:
             KairosError: the record is dated in the future, so that modification times cannot be compared.
@@ -291,8 +295,7 @@ class Validity:
         recorded = record.get("computed_from")
         if recorded is None:
             return [Change("record", "without what it was computed from", "computed by this experiment")]
-        method = result.method if result.stage == TRAIN.name else None
-        present = self.describe_stage(result.stage, method)
+        present = self.describe_stage_of(result)
         before, now = (_name_method(described["fields"], result) for described in (recorded, present))
         changes = list(compare_fields(before, now))
         if result.stage == TRAIN.name:
@@ -306,15 +309,7 @@ class Validity:
         recorded = self.record(result).get("computed_from")
         if recorded is None or self.find_changes(result):
             return False
-        present = self.describe_stage(result.stage, result.method if result.stage == TRAIN.name else None)
-        return bool(recorded["code"] != present["code"])
-
-    def has_other_code(self, result: Result) -> bool:
-        """Return True if a result, or one that it needs, was computed by other code than the present one.
-
-        The other code may have been accepted, see `kairos.workflow.records.accept`.
-        """
-        return self._has_other_code(result)
+        return bool(recorded["code"] != self.describe_stage_of(result)["code"])
 
     def identities(self, method: str, seed: int) -> list[str]:
         """Return the present identities of a training run, one for each type of device that the experiment allows.
@@ -433,7 +428,7 @@ class Validity:
         recorded = self.record(result).get("computed_from")
         if recorded is None:
             return False
-        present = self.describe_stage(result.stage, result.method if result.stage == TRAIN.name else None)
+        present = self.describe_stage_of(result)
         has_other_code = recorded["code"] != present["code"] or "accepted" in recorded
         return has_other_code or any(map(self.has_other_code, self.list_needed(result)))
 

@@ -85,7 +85,8 @@ class Job:
         Damage is logged.
 
         Raises:
-            ConfigError: the code has changed since the pipeline planned the job.
+            ConfigError: code or files outside of the results have changed since the pipeline planned the job.
+            DamagedError: a file of samples or measurements that a result needs differs from its record.
         """
         outdated = {}
         for result in results:
@@ -105,8 +106,8 @@ class Job:
         """
         for needed in self.validity.list_needed(result):
             if needed.stage == "sample" or needed.stage.startswith("measure_"):
-                remedy = f"compute it again: snakemake --forcerun {needed.stage}"
                 path = self.validity.path(needed)
+                remedy = f"compute it again: snakemake --configfile FILE --forcerun {path}"
                 check_files(path.parent, self.validity.record(needed).get("files", {}), remedy)
 
     def has_complete_training(self) -> bool:
@@ -143,7 +144,7 @@ class Job:
         self.validity.add_computed_from(result, computed_from)
 
     def check_plan(self, name: str, key: str) -> None:
-        """Check that the pipeline has planned a job with the code that the job imports.
+        """Check that code and files outside of the results are those with which the pipeline has planned a job.
 
         Args:
             name: name of the stage or, of training, ``train.METHOD``.

@@ -18,7 +18,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents")
     milestones = "steps of snapshots; default: those of the experiment, or of the segment"
     add("--milestones", type=int, nargs="+", metavar="STEP", help=milestones)
-    add("--restart", action="store_true", help="delete the checkpoint and start from step 0")
+    add("--restart", action="store_true", help="delete the state of this run and start from step 0")
     versions = "resume a checkpoint of other versions of torch or diffusers; pipeline jobs never do"
     add("--accept-versions", action="store_true", help=versions)
     add(
@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
     """Check the arguments, and train in this process, or launch the processes of a distributed run and wait for them.
 
-    A launched process runs this command again, as one rank of the run. The file of ``--timing`` is written by the
-    process that trains, or by rank 0.
+    A complete run returns at once, without a file of ``--timing``. A launched process runs this command again, as one
+    rank of the run. The file of ``--timing`` is written by the process that trains, or by rank 0.
 
     Raises:
         ConfigError: an argument is not allowed.
@@ -74,8 +74,8 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
 
     job = open_job(arguments)
     milestones = _select_milestones(arguments, job)
-    is_of_pipeline = not (arguments.out or arguments.latents or arguments.milestones or arguments.restart)
-    if is_of_pipeline and not arguments.milestones_only and job.has_complete_training():
+    has_default_files = not (arguments.out or arguments.latents or arguments.milestones or arguments.restart)
+    if has_default_files and not arguments.milestones_only and job.has_complete_training():
         log(f"{job.run_folder}: settings, code and inputs are unchanged, 0 steps to do")
         return
     is_distributed = job.experiment.training.processes > 1

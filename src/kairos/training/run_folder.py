@@ -439,7 +439,7 @@ def _is_intact(snapshot: Path) -> bool:
 
     Damage is logged. A folder without a record is treated as missing, and is not logged.
     """
-    if not (snapshot / "milestone.json").exists():
+    if not (snapshot / _RECORD).exists():
         return False
     try:
         check_milestone(snapshot)

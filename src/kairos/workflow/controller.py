@@ -95,7 +95,7 @@ def _forces_jobs(workflow: Any, results: str) -> bool:
     folder = Path(".snakemake/incomplete")
     marks = ("".join(file.relative_to(folder).parts) for file in folder.rglob("*") if file.is_file())
     prefix = f"{results}/".encode()
-    return any(base64.b64decode(mark + "==", validate=False).startswith(prefix) for mark in marks)
+    return any(base64.urlsafe_b64decode(mark.replace("@", "") + "==").startswith(prefix) for mark in marks)
 
 
 def _complete_search_path() -> None:

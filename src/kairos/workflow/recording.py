@@ -13,7 +13,16 @@ from typing import Any
 import pandas as pd
 
 from kairos.config import Experiment
-from kairos.files import DamagedError, glance, read_json, sha256_json, write_json, write_record, write_text
+from kairos.files import (
+    DamagedError,
+    atomic_folder,
+    glance,
+    read_json,
+    sha256_json,
+    write_json,
+    write_record,
+    write_text,
+)
 from kairos.report.collect import Results, collect
 from kairos.stages import TRAIN, run_folder
 from kairos.validity import Change, Result, Validity, compare_fields, format_changes
@@ -53,7 +62,7 @@ def record(experiment: Experiment, results: Path, out: Path) -> None:
                     f"{path}: missing, outdated or of other code; run the workflow first, or kairos accept"
                 )
             contents[path.relative_to(results).as_posix()] = validity.content(result)
-            described = validity.describe_stage(stage, result.method if stage == TRAIN.name else None)
+            described = validity.describe_stage_of(result)
             stages[_stage_name(result)] = {name: described[name] for name in ("fields", "code", "outside")}
     for method, seed in product(experiment.methods, experiment.seeds):
         path = run_folder(results, method, seed) / "training.json"
@@ -65,7 +74,7 @@ def record(experiment: Experiment, results: Path, out: Path) -> None:
 def _write_summary(results: Results, folder: Path) -> None:
     columns = {"distance": results.distance_metric, "val_loss": results.validation_metric}
     measurements = results.measurements
-    metrics = {}
+    metrics, tables = {}, {}
     for method in results.methods:
         curves = {}
         for name, column in columns.items():
@@ -73,9 +82,12 @@ def _write_summary(results: Results, folder: Path) -> None:
             if values.notna().any():
                 curves[name] = values
         table = pd.DataFrame(curves).rename_axis("step")
-        write_text(folder / "curves" / f"{method}.csv", table.to_csv(float_format="%.6g", lineterminator="\n"))
+        tables[method] = table.to_csv(float_format="%.6g", lineterminator="\n")
         metrics[method] = {name: float(f"{value:.6g}") for name, value in table.iloc[-1].items()}
     write_json(folder / "metrics.json", metrics)
+    with atomic_folder(folder / "curves") as curves_folder:  # without those of earlier methods
+        for method, text in tables.items():
+            write_text(curves_folder / f"{method}.csv", text)
 
 
 def compare(recording: Path, experiment: Experiment, results: Path) -> Iterator[tuple[str, str, str]]:

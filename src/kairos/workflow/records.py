@@ -54,7 +54,7 @@ def accept(experiment: Any, results: Path, stage: str | None, method: str | None
         changed = []
         for result in selected:
             record = validity.record(result)
-            key = validity.describe_stage(result.stage, result.method if result.stage == TRAIN.name else None)["key"]
+            key = validity.describe_stage_of(result)["key"]
             if result.stage == TRAIN.name:
                 changed += _accept_states(validity, result, key)
             if record and record["computed_from"]["key"] != key:
@@ -65,7 +65,7 @@ def accept(experiment: Any, results: Path, stage: str | None, method: str | None
 
 def _accept_record(validity: Validity, result: Result, record: dict[str, Any]) -> None:
     recorded = record["computed_from"]
-    present = validity.describe_stage(result.stage, result.method if result.stage == TRAIN.name else None)
+    present = validity.describe_stage_of(result)
     codes = sorted({*recorded.get("accepted", ()), recorded["code"]} - {present["code"]})
     computed_from = {**recorded, "code": present["code"], "key": present["key"], "accepted": codes}
     write_record(validity.path(result), {**record, "computed_from": computed_from})
@@ -92,7 +92,8 @@ def _accept_states(validity: Validity, result: Result, key: str) -> list[str]:
 def discard(experiment: Any, results: Path, stage: str | None, method: str | None) -> list[str]:
     """Delete records, and states of training runs, so that the next run of the workflow computes the results anew.
 
-    Arguments and errors are those of `accept`; differing settings are no error.
+    Arguments and errors are those of `accept`. Differing settings are no error, but a process that trains one of the
+    runs is one.
 
     Returns:
         The deleted paths.
