@@ -294,7 +294,7 @@ class Validity:
         """
         recorded = record.get("computed_from")
         if recorded is None:
-            return [Change("record", "without what it was computed from", "computed by this experiment")]
+            return [Change("computed by", "a command with --out", "this experiment")]
         present = self.describe_stage_of(result)
         before, now = (_name_method(described["fields"], result) for described in (recorded, present))
         changes = list(compare_fields(before, now))
