@@ -48,7 +48,7 @@ def run(folder: Path, size: int) -> dict[str, dict]:
     """Run every stage of the experiment in a folder; return the record of time and memory by stage."""
     shared = ["--config", folder / "x.yaml", "--dataset", "dataset"]
     options = {name: [f"--{name}", name] for name in ("autoencoder", "latents", "extractor")}
-    milestone = ["--milestone", "methods/u/seed0/milestones/0000050"]
+    snapshot = ["--snapshot", "methods/u/seed0/snapshots/0000050"]
     calls = {
         "prepare": ["--config", folder / "x.yaml", "--out", "dataset"],
         "autoencoder": [*shared, "--out", "autoencoder"],
@@ -56,7 +56,7 @@ def run(folder: Path, size: int) -> dict[str, dict]:
         "extractor": [*shared, "--out", "extractor"],
         "reference": [*shared, *itertools.chain(*options.values()), "--out", "reference"],
         "train": [*shared[:2], "--method", "uniform", "--seed", "0", *options["latents"], "--out", "methods/u/seed0"],
-        "sample": [*milestone, "--num", str(size), *options["autoencoder"], "--out", "samples.npz"],
+        "sample": [*snapshot, "--num", str(size), *options["autoencoder"], "--out", "samples.npz"],
         "evaluate": ["--samples", "samples.npz", "--reference", "reference", *options["extractor"], "--out", "x.json"],
     }  # fmt: skip
     records = {}

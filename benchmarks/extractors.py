@@ -77,8 +77,8 @@ def load(folder: Path, name: str, train: int, heldout: int) -> PreparedDataset:
         images = np.pad(images, ((0, 0), (2, 2), (2, 2)))[..., None]
     labels = np.array(table["label"].to_pylist())
     train_indices, heldout_indices = np.split(np.arange(len(table)), [train])
-    manifest = {"classes": [str(label) for label in range(10)], "content_sha256": name}
-    return PreparedDataset(folder, images, train_indices, heldout_indices, {"class": labels}, manifest)
+    record = {"classes": [str(label) for label in range(10)], "content_sha256": name}
+    return PreparedDataset(folder, images, train_indices, heldout_indices, {"class": labels}, record)
 
 
 def damaged(images: np.ndarray) -> dict[str, np.ndarray]:
@@ -136,7 +136,7 @@ def ordered(distances: dict[str, float], kind: str) -> bool:
 def parts(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
     """Train with another pretext task: predict the quarter of the image that a crop is from, and its rotation.
 
-    The network is written into `folder`; returns its manifest.
+    The network is written into `folder`; returns its record.
     """
 
     def task(indices: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder
     """Train with another task: find the two crops of a batch that are from one image.
 
     The number of steps is half of the option's, at equal cost. The network is written into `folder`; returns its
-    manifest.
+    record.
     """
 
     class Pairs(nn.Module):
@@ -210,7 +210,7 @@ def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder
 
 
 def untrained(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """Write a network with its initial weights into `folder`, and return its manifest."""
+    """Write a network with its initial weights into `folder`, and return its record."""
     torch.manual_seed(options.seed)
     shape = tuple(dataset.images.shape[1:])
     model = classifier.Classifier(shape, 4, options.channels, options.features)
@@ -218,7 +218,7 @@ def untrained(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: 
 
 
 def _write(model: nn.Module, kind: str, dataset: PreparedDataset, options: Any, classes: int, folder: Path) -> dict:
-    """Write the weights of a network into a folder, and return the manifest with which `classifier.load` opens it."""
+    """Write the weights of a network into a folder, and return the record with which `classifier.load` opens it."""
     from safetensors.torch import save_file
 
     save_file(model.state_dict(), folder / classifier.WEIGHTS)
@@ -240,10 +240,10 @@ def trained(name: str, dataset: PreparedDataset, **options: Any) -> tuple[extrac
     settings = (ClassifierOptions if name == "classifier" else SelfsupervisedOptions)(**options)
     with TemporaryDirectory() as folder:
         begun = time.process_time()
-        manifest = {"options": vars(settings), **TRAINED[name](settings, dataset, Path(folder))}
+        record = {"options": vars(settings), **TRAINED[name](settings, dataset, Path(folder))}
         seconds = time.process_time() - begun
-        write_record(Path(folder) / "manifest.json", manifest)
-        return classifier.load(Path(folder), manifest), seconds
+        write_record(Path(folder) / "record.json", record)
+        return classifier.load(Path(folder), record), seconds
 
 
 def main() -> None:

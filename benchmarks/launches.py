@@ -124,7 +124,7 @@ def open_latents(data: Data, shape: tuple[int, int, int]) -> Latents:
     latents = data.open(shape, 512, pixels=shape[0] == 3)
     if shape[0] == 3:
         return latents
-    return replace(latents, manifest={**latents.manifest, "shift_factor": 0.1, "scaling_factor": 0.5})
+    return replace(latents, record={**latents.record, "shift_factor": 0.1, "scaling_factor": 0.5})
 
 
 def count(name: str, data: Data, generator: str = "Triton", cuda: int = 13) -> StepLaunches:

@@ -277,7 +277,7 @@ def build_results(trained: Path, folder: Path) -> None:
     for name in SHARED_FOLDERS:
         shutil.copytree(source / name, results / name)
     shutil.copytree(source / "timing", results / "timing", ignore=shutil.ignore_patterns("*_seed0"))
-    latents = read_json(results / "latents" / "manifest.json")
+    latents = read_json(results / "latents" / "record.json")
     for method, settings in plain["methods"].items():
         template = "adaptive" if settings["sampler"]["name"] == "adaptive" else "uniform"
         for seed in experiment.seeds:

@@ -28,7 +28,7 @@ from kairos.evaluation.separation import reason_not_to_rank
 from kairos.evaluation.settings import ClassifierOptions, LossSettings
 from kairos.evaluation.validation import epsilon_loss
 from kairos.files import read_json
-from kairos.milestones import open_milestone, step_name
+from kairos.snapshots import open_snapshot, step_name
 
 CIFAR10 = "cifar10/train-00000-of-00001.parquet"
 
@@ -69,7 +69,7 @@ def reference_rows(file: Path, results: Path) -> tuple[str, bool]:
     run("extractor", "--config", file, "--dataset", folders["dataset"], "--out", folders["extractor"])
     folder_options = [word for name, folder in folders.items() for word in (f"--{name}", folder)]
     run("reference", "--config", file, *folder_options, "--out", results / "reference")
-    record = read_json(results / "reference/reference.json")
+    record = read_json(results / "reference/record.json")
     metric, rows = record["metric"], record["rows"]
     texts = []
     for name in ("floor", "gaussian"):
@@ -85,8 +85,8 @@ def loss_differences(file: Path, results: Path, first: int, last: int, seeds: in
     for seed in range(seeds):
         folder = results / "methods" / "uniform" / f"seed{seed}"
         run("train", "--config", file, "--method", "uniform", "--seed", seed, "--out", folder)
-        milestones = [open_milestone(folder / "milestones" / step_name(step), "ema", "cpu") for step in (first, last)]
-        early, late = (epsilon_loss(milestone, latents, settings)["loss_epsilon"] for milestone in milestones)
+        snapshots = [open_snapshot(folder / "snapshots" / step_name(step), "ema", "cpu") for step in (first, last)]
+        early, late = (epsilon_loss(snapshot, latents, settings)["loss_epsilon"] for snapshot in snapshots)
         losses.append((early, late))
     return losses
 

@@ -17,7 +17,7 @@ class System:
     Attributes:
         parameters: published number, fixed position embeddings included; counted for super-resolution, which has none.
         shape: shape of the published x0.
-        conditions: conditions of the published model, described as in manifests.
+        conditions: conditions of the published model, described as in the record of latents.
         data: data set of the small form.
         small: fields of the small form's model.
     """

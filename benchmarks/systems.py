@@ -138,7 +138,7 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
     from kairos.evaluation.settings import LossSettings
     from kairos.evaluation.validation import epsilon_loss
     from kairos.forward_process import build_process, output_channels
-    from kairos.milestones import open_milestone
+    from kairos.snapshots import open_snapshot
 
     system = SYSTEMS[name]
     if system.data == COCO and not (DATA / "coco_mini").is_dir():
@@ -174,17 +174,17 @@ def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[s
             seconds = time.monotonic() - begun
 
             # images and validation losses
-            last = training / "milestones" / f"{steps:07d}"
+            last = training / "snapshots" / f"{steps:07d}"
             grid = out / "systems" / f"{name}_{method}.png"
             grid.parent.mkdir(parents=True, exist_ok=True)
             images = ["--out", folder / "images.npz", "--grid", grid, "--num", BATCH]
-            call("sample", "--milestone", last, *images, "--weights", "raw")
+            call("sample", "--snapshot", last, *images, "--weights", "raw")
             latents, settings = open_latents(folders["latents"]), LossSettings(64, 16, 0)
             losses = []  # before and after training
             for step in (0, steps):
-                milestone = open_milestone(training / "milestones" / f"{step:07d}", "raw")
-                losses.append(epsilon_loss(milestone, latents, settings)["loss_epsilon"])
-            parameters = sum(value.numel() for value in milestone.model.parameters())
+                snapshot = open_snapshot(training / "snapshots" / f"{step:07d}", "raw")
+                losses.append(epsilon_loss(snapshot, latents, settings)["loss_epsilon"])
+            parameters = sum(value.numel() for value in snapshot.model.parameters())
             rows.append({
                 "system": name, "method": method, "small_parameters": parameters, "steps": steps,
                 "loss_before": f"{losses[0]:.4f}", "loss_after": f"{losses[1]:.4f}", "seconds": f"{seconds:.1f}",

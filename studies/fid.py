@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 
 from kairos.config import load
 from kairos.files import read_record
-from kairos.milestones import step_name
+from kairos.snapshots import step_name
 from kairos.workflow.layout import Layout
 
 CONFIG = Path(__file__).with_name("fid.yaml")
@@ -64,10 +64,10 @@ def measure(folder: Path, layout: Layout) -> dict[str, float]:
     Raises:
         subprocess.CalledProcessError: a command fails.
     """
-    snapshot = folder / "milestones" / step_name(layout.experiment.milestones[-1])
+    snapshot = folder / "snapshots" / step_name(layout.experiment.milestones[-1])
     samples = folder / "samples.npz"
     evaluation = layout.experiment.evaluation
-    kairos("sample", "--milestone", snapshot, "--out", samples, "--num", evaluation.num_samples)
+    kairos("sample", "--snapshot", snapshot, "--out", samples, "--num", evaluation.num_samples)
     reference = ("--reference", Path(layout.results, "reference"), "--out", folder / "distance.json")
     kairos("evaluate", "--samples", samples, *reference)
     kairos("evaluate", "--samples", samples, "--reference", REAL, "--metrics", "fid", "--out", folder / "fid.json")

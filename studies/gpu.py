@@ -39,7 +39,7 @@ def prepare(images: Path) -> None:
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.parquet.read_table(images).slice(0, IMAGE_COUNT), RESULTS / "cifar10.parquet")
-    target = RESULTS.relative_to(HERE.parent) / "reference" / "reference.json"
+    target = RESULTS.relative_to(HERE.parent) / "reference" / "record.json"
     command = [sys.executable, "-m", "snakemake", str(target), "--cores", "2", "--configfile", str(CONFIG)]
     subprocess.run(command, cwd=HERE.parent, check=True)
 
@@ -66,7 +66,7 @@ def run(steps: int, out: Path) -> None:
     sampling, count = EXPERIMENT["sampling"], EXPERIMENT["evaluation"]["num_samples"]
     wait_for(
         kairos(
-            "sample", "--milestone", snapshot(method, steps), "--out", training_folder(method) / "samples.npz",
+            "sample", "--snapshot", snapshot(method, steps), "--out", training_folder(method) / "samples.npz",
             "--grid", out / f"{method}.png", "--grid-images", 64, "--num", count, "--seed", 0, "--weights", "ema",
             "--scheduler", sampling["scheduler"], "--steps", sampling["steps"], "--precision", "bf16",
             "--batch-size", sampling["batch_size"], "--latents", RESULTS / "latents",
@@ -76,8 +76,8 @@ def run(steps: int, out: Path) -> None:
     )  # fmt: skip
     wait_for(
         kairos(
-            "evaluate", "--samples", training_folder(method) / "samples.npz", "--milestone", snapshot(method, steps),
-            "--out", out / f"{method}.json", "--reference", RESULTS / "reference" / "reference.json",
+            "evaluate", "--samples", training_folder(method) / "samples.npz", "--snapshot", snapshot(method, steps),
+            "--out", out / f"{method}.json", "--reference", RESULTS / "reference" / "record.json",
             "--extractor", RESULTS / "extractor", "--latents", RESULTS / "latents",
         )
         for method in METHODS
@@ -86,7 +86,7 @@ def run(steps: int, out: Path) -> None:
 
 def snapshot(method: str, step: int) -> Path:
     """Return the folder of a snapshot."""
-    return training_folder(method) / "milestones" / f"{step:07d}"
+    return training_folder(method) / "snapshots" / f"{step:07d}"
 
 
 def training_folder(method: str) -> Path:

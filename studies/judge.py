@@ -72,21 +72,21 @@ def read_experiment(folder: Path) -> pd.DataFrame:
     schedule = build_process(diffusion.process, diffusion.prediction, sigma_data=1.0).schedule
     reference = {f"ref_{name}": row[results.distance_metric] for name, row in results.reference["rows"].items()}
     rows = []
-    for training, milestone in results.run_snapshots:
+    for training, snapshot in results.run_snapshots:
         sampler = experiment.methods[training.method].sampler.build(schedule)
-        if milestone.step:
+        if snapshot.step:
             rows.append(
                 {
                     "setting": "",
                     "method": training.method,
                     "seed": training.seed,
-                    "step": milestone.step,
-                    "time": milestone.step * relative_step_cost(sampler, batch),
-                    "seconds": training.seconds_by_step.get(milestone.step),
-                    "distance": milestone.measured_values[results.distance_metric],
-                    "val_loss_epsilon": milestone.measured_values.get("val_loss_epsilon"),
-                    "val_mlperf8": milestone.measured_values.get(f"val_mlperf8_{diffusion.prediction_name}"),
-                    "val_vlb": milestone.measured_values.get("val_vlb"),
+                    "step": snapshot.step,
+                    "time": snapshot.step * relative_step_cost(sampler, batch),
+                    "seconds": training.seconds_by_step.get(snapshot.step),
+                    "distance": snapshot.measured_values[results.distance_metric],
+                    "val_loss_epsilon": snapshot.measured_values.get("val_loss_epsilon"),
+                    "val_mlperf8": snapshot.measured_values.get(f"val_mlperf8_{diffusion.prediction_name}"),
+                    "val_vlb": snapshot.measured_values.get("val_vlb"),
                     **reference,
                 }
             )
@@ -402,7 +402,7 @@ def main() -> None:
     parser.add_argument(
         "--table", type=Path, nargs="+", help="tables that --out has written, read instead of the results"
     )
-    parser.add_argument("--out", type=Path, help="write a row per milestone to this file")
+    parser.add_argument("--out", type=Path, help="write a row per snapshot to this file")
     parser.add_argument(
         "--power", action="store_true", help="print the smallest differences that the settings can detect"
     )

@@ -105,7 +105,7 @@ def _write_shared(results: Path) -> None:
     np.save(results / "dataset" / "train.npy", np.arange(40))
     np.save(results / "dataset" / "heldout.npy", np.arange(40, 60))
     write_record(
-        results / "dataset" / "manifest.json",
+        results / "dataset" / "record.json",
         {
             "source": "digits", "count": 60, "height": 8, "width": 8, "channels": 1, "classes": ["0", "1"],
             "train_count": 40, "heldout_count": 20, "content_sha256": "d" * 64, "skipped": [], "conditions": {},
@@ -113,12 +113,12 @@ def _write_shared(results: Path) -> None:
         },
     )  # fmt: skip
     write_record(
-        results / "autoencoder" / "manifest.json",
+        results / "autoencoder" / "record.json",
         {"kind": "train", "class": "AutoencoderKL", "latent_shape": [4, 4, 4], "psnr": 24.7, "sha256": "a" * 64},
     )
     rows = {"floor": 8.6, "reconstruction": 9.1, "gaussian": 88.0, "noise": 957.0}
     write_record(
-        results / "reference" / "reference.json",
+        results / "reference" / "record.json",
         {
             "extractor": "classifier32", "extractor_hash": EXTRACTOR_HASH, "metric": METRIC, "features": 32,
             "accuracy": 0.981, "extractor_check": None, "extractor_warnings": [], "warnings": [],
@@ -171,9 +171,9 @@ def _write_training(folder: Path, experiment_config: Experiment, method: str, se
         for step in experiment_config.milestones
     ]  # fmt: skip
     write_text(folder / "timing.jsonl", "".join(json.dumps(line) + "\n" for line in timing))
-    for milestone_number, step in enumerate(experiment_config.milestones):
+    for snapshot_number, step in enumerate(experiment_config.milestones):
         value = distance(method, seed, step) * (1.1 if is_edited else 1)
-        _write_milestone(folder, experiment_config, method, seed, step, milestone_number, identity, value)
+        _write_snapshot(folder, experiment_config, method, seed, step, snapshot_number, identity, value)
     write_record(
         folder / "training.json",
         {
@@ -184,21 +184,21 @@ def _write_training(folder: Path, experiment_config: Experiment, method: str, se
     )  # fmt: skip
 
 
-def _write_milestone(
+def _write_snapshot(
     folder: Path,
     experiment_config: Experiment,
     method: str,
     seed: int,
     step: int,
-    milestone_number: int,
+    snapshot_number: int,
     identity: str,
     value: float,
 ) -> None:
     learned = method == "adaptive"
-    milestone = folder / "milestones" / f"{step:07d}"
+    snapshot = folder / "snapshots" / f"{step:07d}"
     t = np.arange(T)
     u = (t + 0.5) / T
-    a = 1 - 0.12 * milestone_number if learned else 1.0
+    a = 1 - 0.12 * snapshot_number if learned else 1.0
     p = {
         "log_normal": np.exp(-(np.log(u / (1 - u)) ** 2) / 2) / (u * (1 - u)),
         "speed": np.where(t < 70, 5.0, 1.0),
@@ -211,15 +211,15 @@ def _write_milestone(
     table = (
         "".join(f"{t},{p[t]!r},{w[t]!r},{(p * w)[t]!r}\n" for t in range(T)).replace("np.float64(", "").replace(")", "")
     )
-    write_text(milestone / "strategy.csv", "t,p,w,effective\n" + table)
+    write_text(snapshot / "strategy.csv", "t,p,w,effective\n" + table)
     moved = float(abs(p - 1 / T).sum() / 2)
     strategy = (
-        {"updates": 25 * milestone_number, "a": a, "b": 1.0, "tv_from_start": moved}
+        {"updates": 25 * snapshot_number, "a": a, "b": 1.0, "tv_from_start": moved}
         if learned
         else {"tv_from_start": 0.0}
     )
     write_record(
-        milestone / "milestone.json",
+        snapshot / "snapshot.json",
         {
             "step": step, "images_seen": 64 * step, "identity": identity, "method": method, "seed": seed,
             "config": experiment_config.plain(), "shape": [4, 4, 4], "conditions": {}, "autoencoder_sha256": "a" * 64,

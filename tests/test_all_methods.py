@@ -46,7 +46,7 @@ def test_a_method_trains_and_resumes_exactly(name, latents, tmp_path):
     assert (whole["steps_run"], parts["steps_run"]) == (7, 3)
     records = [json.loads((tmp_path / run / "training.json").read_text()) for run in ("whole", "parts")]
     assert records[0]["components"] == records[1]["components"]
-    with open(tmp_path / "whole" / "milestones" / "0000007" / "strategy.csv", newline="") as file:
+    with open(tmp_path / "whole" / "snapshots" / "0000007" / "strategy.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert sum(float(row["p"]) for row in rows) == pytest.approx(1)
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]

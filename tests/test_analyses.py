@@ -20,10 +20,10 @@ from kairos.analyses.settings import ANALYSES, SnapshotOptions, analysed_snapsho
 from kairos.cli import main
 from kairos.config import validate
 from kairos.files import write_text
-from kairos.milestones import open_milestone
 from kairos.models.backbone import Backbone
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.report.analysis_figures import _draw_interdependence, _draw_subset_size, write_analysis
+from kairos.snapshots import open_snapshot
 from kairos.training.state import TrainingState
 from kairos.validity import Validity
 from kairos_timesteps.diffusion.adapters import as_process
@@ -192,10 +192,10 @@ def measure(trained, name, step, method="uniform", **options):
     """Run an analysis of a snapshot; returns its table."""
     folder, plain = trained
     analysis = next(analysis for analysis in plain["analyses"] if analysis["name"] == name)
-    milestone = folder / "methods" / method / f"seed0/milestones/{step:07d}"
-    out = milestone.parents[1] / f"analyses/{name}.{step:07d}.csv"
+    snapshot = folder / "methods" / method / f"seed0/snapshots/{step:07d}"
+    out = snapshot.parents[1] / f"analyses/{name}.{step:07d}.csv"
     analysis = ANALYSES.select(analysis | options)
-    tables.measure_snapshot(analysis, milestone, folder / "latents", out, torch.device("cpu"))
+    tables.measure_snapshot(analysis, snapshot, folder / "latents", out, torch.device("cpu"))
     return pd.read_csv(out)
 
 
@@ -236,11 +236,11 @@ def test_interdependence_trains_without_warm_up_in_double_precision(tmp_path, mo
 @pytest.mark.long
 def test_agreement_uses_the_optimizer_state_of_the_last_snapshot(trained):
     folder, plain = trained
-    last = folder / "methods/uniform/seed0/milestones/0000040"
+    last = folder / "methods/uniform/seed0/snapshots/0000040"
     earlier = last.parent / "0000020"
     cpu = torch.device("cpu")
-    assert load_optimizer_state(earlier, open_milestone(earlier), cpu) is None
-    state = load_optimizer_state(last, open_milestone(last), cpu)
+    assert load_optimizer_state(earlier, open_snapshot(earlier), cpu) is None
+    state = load_optimizer_state(last, open_snapshot(last), cpu)
     rows = measure(trained, "agreement", 40)
     assert set(measure(trained, "agreement", 20)["loss"]) == {"training"}
     plain, adam = (rows[rows["loss"] == loss] for loss in ("training", "preconditioned"))
@@ -301,7 +301,7 @@ def test_a_damaged_file_is_reported_by_its_name(content, tmp_path, capsys):
     config.write_text(yaml.safe_dump(values))
     experiment_config = validate(values)
     density, agreement = experiment_config.analyses
-    strategy_file = results / "methods/uniform/seed0/milestones/0000200/strategy.csv"
+    strategy_file = results / "methods/uniform/seed0/snapshots/0000200/strategy.csv"
     table_paths = [
         Path(snapshot_table_path(results, agreement.name, *snapshot))
         for snapshot in analysed_snapshots(agreement, experiment_config)

@@ -83,9 +83,9 @@ def test_an_augmented_image_depends_on_seed_step_and_sample_index_alone():
 def make_pixels(folder: Path) -> Path:
     """Write digits as a training run in pixel space reads them; returns their folder."""
     latents = make_latents(folder)
-    moments = read_json(latents / "manifest.json")
+    moments = read_json(latents / "record.json")
     pixels = {"kind": "pixels", "shape": [1, 8, 8], "scaling_factor": 1.0, "shift_factor": 0.0, "files": {}}
-    write_record(latents / "manifest.json", {**moments, **pixels})
+    write_record(latents / "record.json", {**moments, **pixels})
     return latents
 
 
@@ -133,11 +133,11 @@ def test_an_interrupted_run_with_augmentation_equals_an_uninterrupted_one(tmp_pa
         training__checkpoint_every=3, training__condition_dropout=0.1,
     )  # fmt: skip
     train(plain, "edm", 0, tmp_path / "whole", latents, [0, 3, 6])
-    train(plain, "edm", 0, tmp_path / "parts", latents, [0, 3], milestones_only=True)
+    train(plain, "edm", 0, tmp_path / "parts", latents, [0, 3], snapshots_only=True)
     train(plain, "edm", 0, tmp_path / "parts", latents, [0, 3, 6])
     assert hashes(tmp_path / "whole") == hashes(tmp_path / "parts")
-    weights = load_file(tmp_path / "whole" / "milestones" / "0000006" / "raw" / WEIGHTS)
-    start = load_file(tmp_path / "whole" / "milestones" / "0000000" / "raw" / WEIGHTS)
+    weights = load_file(tmp_path / "whole" / "snapshots" / "0000006" / "raw" / WEIGHTS)
+    start = load_file(tmp_path / "whole" / "snapshots" / "0000000" / "raw" / WEIGHTS)
     assert not torch.equal(weights["map_augment.weight"], start["map_augment.weight"])  # the model is conditioned on it
 
 

@@ -50,33 +50,33 @@ def settings(**fields) -> AutoencoderConfig:
 
 @pytest.fixture(scope="module")
 def trained(digits, tmp_path_factory):
-    """The folder and the manifest of a trained autoencoder."""
+    """The folder and the record of a trained autoencoder."""
     out = tmp_path_factory.mktemp("trained")
     return out, make_autoencoder(settings(steps=60), digits, out, CPU)
 
 
 def test_kind_none_keeps_the_pixels(digits, tmp_path):
-    manifest = make_autoencoder(AutoencoderConfig(), digits, tmp_path, CPU)
+    record = make_autoencoder(AutoencoderConfig(), digits, tmp_path, CPU)
     codec = load_codec(tmp_path)
     images = digits.load_tensor([0, 1])
     assert type(codec) is Codec
-    assert manifest["sha256"] == "pixels" and manifest["latent_shape"] == [1, 8, 8]
+    assert record["sha256"] == "pixels" and record["latent_shape"] == [1, 8, 8]
     mean, logvar = codec.encode(images)
     assert logvar is None
     assert torch.equal(codec.decode(codec.to_model_space(mean)), images)
 
 
 def test_a_trained_autoencoder_reconstructs_images(digits, trained):
-    out, manifest = trained
+    out, record = trained
     codec = load_codec(out)
     images = digits.load_tensor(digits.heldout)
     mean, logvar = codec.encode(images)
-    assert list(mean.shape[1:]) == manifest["latent_shape"] == [4, 4, 4]
+    assert list(mean.shape[1:]) == record["latent_shape"] == [4, 4, 4]
     assert logvar.shape == mean.shape
     back = to_uint8(codec.decode(codec.to_model_space(mean)))
-    assert psnr(digits.images[digits.heldout], back) == pytest.approx(manifest["psnr"], abs=1e-3)
-    blank = np.full_like(back, round(255 * digits.manifest["channel_mean"][0]))
-    assert manifest["psnr"] > psnr(digits.images[digits.heldout], blank) + 3
+    assert psnr(digits.images[digits.heldout], back) == pytest.approx(record["psnr"], abs=1e-3)
+    blank = np.full_like(back, round(255 * digits.record["channel_mean"][0]))
+    assert record["psnr"] > psnr(digits.images[digits.heldout], blank) + 3
 
 
 def test_latents_in_model_space_are_standardised(digits, trained):
@@ -90,10 +90,10 @@ def test_latents_in_model_space_are_standardised(digits, trained):
 def test_diffusers_opens_the_folder_which_shows_reconstructions(trained):
     from diffusers import AutoencoderKL
 
-    out, manifest = trained
+    out, record = trained
     model = AutoencoderKL.from_pretrained(out, low_cpu_mem_usage=False)
-    assert model.config.scaling_factor == manifest["scaling_factor"]
-    assert model.config.shift_factor == manifest["shift_factor"]
+    assert model.config.scaling_factor == record["scaling_factor"]
+    assert model.config.shift_factor == record["shift_factor"]
     with Image.open(out / "reconstructions.png") as image:
         assert image.width >= 8 * 64
     assert str(out) not in (out / "config.json").read_text()
@@ -185,12 +185,12 @@ def test_damaged_weights_are_reported(digits, tmp_path):
 
 def test_a_pretrained_kl_autoencoder_keeps_its_scaling(digits, trained, tmp_path):
     """A folder that kairos has trained serves as a pretrained autoencoder of another experiment."""
-    source, trained_manifest = trained
+    source, trained_record = trained
     config = AutoencoderConfig(kind="pretrained", path=str(source))
-    manifest = make_autoencoder(config, digits, tmp_path, CPU)
-    assert manifest["class"] == "AutoencoderKL"
-    assert manifest["scaling_factor"] == trained_manifest["scaling_factor"]
-    assert manifest["psnr"] == trained_manifest["psnr"]
+    record = make_autoencoder(config, digits, tmp_path, CPU)
+    assert record["class"] == "AutoencoderKL"
+    assert record["scaling_factor"] == trained_record["scaling_factor"]
+    assert record["psnr"] == trained_record["psnr"]
     images = digits.load_tensor([0, 5])
     for moments, moments_of_source in zip(load_codec(tmp_path).encode(images), load_codec(source).encode(images)):
         assert torch.equal(moments, moments_of_source)
@@ -231,9 +231,9 @@ def test_taesd_reconstructs_enlarged_cifar_images(tmp_path, monkeypatch):
     files = str(SHARED / "cifar10" / "*.parquet")
     config = DatasetConfig(source="parquet", path=files, limit=4, resolution=256, heldout=0.5)
     prepare(config, tmp_path / "data")
-    manifest = make_autoencoder(TAESD, open_dataset(tmp_path / "data"), tmp_path / "out", CPU)
-    assert manifest["class"] == "AutoencoderTiny" and manifest["latent_shape"] == [4, 32, 32]
-    assert manifest["psnr"] > 30
+    record = make_autoencoder(TAESD, open_dataset(tmp_path / "data"), tmp_path / "out", CPU)
+    assert record["class"] == "AutoencoderTiny" and record["latent_shape"] == [4, 32, 32]
+    assert record["psnr"] > 30
     assert "shared" not in (tmp_path / "out" / "config.json").read_text()
 
 

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, content in CONTENT.items():
         (folder / name).write_bytes(content)
         (folder / f"of_{name}").mkdir()
-        for record in ("manifest.json", "milestone.json", "training.json", "reference.json"):
+        for record in ("record.json", "snapshot.json", "training.json"):
             (folder / f"of_{name}" / record).write_bytes(content)
     (folder / "folder").mkdir()
     (folder / "text").write_text("hello\n")
@@ -108,7 +108,7 @@ def test_a_named_pipe_is_not_replaced(problems, folder):
 
 
 def test_a_bad_record_of_a_stage_is_rejected_in_one_message(problems):
-    assert problems(["verify BAD", "sample --milestone BAD --out out.npz --num 1"], RECORDS) == []
+    assert problems(["verify BAD", "sample --snapshot BAD --out out.npz --num 1"], RECORDS) == []
     others = [
         "autoencoder --config right.yaml --dataset BAD --out out",
         "encode --config right.yaml --dataset BAD --autoencoder BAD --out out",
@@ -127,7 +127,7 @@ def test_a_damaged_array_is_reported_as_damaged(folder, monkeypatch, capsys, nam
     monkeypatch.chdir(folder)
     dataset = folder / f"damaged_{name}"
     dataset.mkdir()
-    write_record(dataset / "manifest.json", {"conditions": {}})
+    write_record(dataset / "record.json", {"conditions": {}})
     for array in ("images.npy", "train.npy", "heldout.npy"):
         np.save(dataset / array, np.zeros((100, 2, 2, 1), np.uint8))
     for content in (b"", b"x" * 50, (dataset / name).read_bytes()[:200]):

@@ -270,7 +270,7 @@ def test_images_without_labels_run_through_the_pipeline_to_the_report(tmp_path, 
     results = copy.folder / "results/tiny"
     assert "selfsupervised16" in (results / "report.html").read_text()
     assert "frechet_selfsupervised16" in (results / "summary.csv").read_text().splitlines()[0]
-    record = json.loads((results / "reference/reference.json").read_text())
+    record = json.loads((results / "reference/record.json").read_text())
     rows = {name: row["frechet_selfsupervised16"] for name, row in record["rows"].items()}
     assert min(rows, key=rows.__getitem__) == "floor" and rows["noise"] > 5 * rows["floor"], rows
     assert copy.to_do(config="flat.yaml") == {}

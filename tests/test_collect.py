@@ -21,11 +21,11 @@ def small(tmp_path):
     [
         ("methods/uniform/seed0/training.json", "kairos train"),
         ("methods/uniform/seed0/metrics.jsonl", "kairos train"),
-        ("methods/uniform/seed0/milestones/0000100/strategy.csv", "kairos train"),
+        ("methods/uniform/seed0/snapshots/0000100/strategy.csv", "kairos train"),
         ("methods/uniform/seed0/evaluation/0000200.json", "kairos evaluate"),
         ("methods/uniform/seed0/samples/0000400.png", "kairos sample"),
-        ("reference/reference.json", "kairos reference"),
-        ("dataset/manifest.json", "kairos prepare"),
+        ("reference/record.json", "kairos reference"),
+        ("dataset/record.json", "kairos prepare"),
     ],
 )
 def test_a_missing_file_is_reported_with_the_command_that_writes_it(small, capsys, name, command):
@@ -67,8 +67,8 @@ def test_verify_finds_damage_in_every_record_and_file(tmp_path, capsys):
     _, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
     (results / "methods/uniform/seed0/training.json").unlink()  # of a checkpoint that these results lack
     assert main(["verify", str(results)]) == 0
-    assert "milestone.json: 4 intact" in capsys.readouterr().out
-    for name in ("reference/reference.json", "dataset/manifest.json", "methods/uniform/seed0/evaluation/0000400.json"):
+    assert "snapshot.json: 4 intact" in capsys.readouterr().out
+    for name in ("reference/record.json", "dataset/record.json", "methods/uniform/seed0/evaluation/0000400.json"):
         path = results / name
         content = path.read_text()
         path.write_text(content.replace("1", "2", 1))

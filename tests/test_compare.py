@@ -218,7 +218,7 @@ def test_errors_of_different_predictions_are_not_compared(tmp_path, compare, cap
         edit(results, "methods/*/seed*/evaluation/*.json", rename_loss)
         edit(
             results,
-            "methods/*/seed*/milestones/*/milestone.json",
+            "methods/*/seed*/snapshots/*/snapshot.json",
             lambda record, prediction=prediction: record["config"]["diffusion"].update(prediction=prediction),
         )
         results_tree.sign(load_recorded_experiment(results), results)
@@ -277,7 +277,7 @@ def test_methods_of_two_experiments_compare_like_methods_of_one(tree, compare, t
                 "methods": {method: record["config"]["methods"][method] for method in methods},
             }
 
-        edit(tmp_path / name, "methods/*/seed*/milestones/*/milestone.json", rename)
+        edit(tmp_path / name, "methods/*/seed*/snapshots/*/snapshot.json", rename)
     two = rows_of(compare(tmp_path / "first", tmp_path / "second", "--format", "csv"))
     assert {method: row["experiment"] for method, row in two.items()} == {
         "uniform": "first", "p2": "first", "min_snr": "second",
@@ -291,9 +291,7 @@ def test_methods_of_two_experiments_compare_like_methods_of_one(tree, compare, t
 
 def test_the_default_baseline_is_a_method_of_the_first_experiment(small, compare, tmp_path):
     other = shutil.copytree(small[1], tmp_path / "other")
-    edit(
-        other, "methods/*/seed*/milestones/*/milestone.json", lambda record: record["config"].update(experiment="other")
-    )
+    edit(other, "methods/*/seed*/snapshots/*/snapshot.json", lambda record: record["config"].update(experiment="other"))
     text = compare(small[1] / "min_snr", other, "--format", "csv")
     assert {row["baseline"] for row in csv.DictReader(io.StringIO(text))} == {"tiny/min_snr"}
 
@@ -353,7 +351,7 @@ def test_missing_evaluations_and_snapshots_are_reported(small, capsys):
         shutil.rmtree(folder)
     assert main(["compare", str(small[1])]) == 1
     assert "no training run is evaluated past step 0 yet" in capsys.readouterr().err
-    for folder in small[1].glob("methods/*/seed*/milestones"):
+    for folder in small[1].glob("methods/*/seed*/snapshots"):
         shutil.rmtree(folder)
     assert main(["compare", str(small[1])]) == 1
     assert "contains no snapshot yet" in capsys.readouterr().err
@@ -376,12 +374,12 @@ def test_the_index_lists_all_experiments_with_links_that_exist(small, compare):
     for name in ("report.html", "summary.csv", "figures/metric_vs_steps.svg"):
         (small[1] / name).write_text("")
     broken = shutil.copytree(small[1], root / "broken")
-    (broken / "reference/reference.json").unlink()
+    (broken / "reference/record.json").unlink()
     (root / "no_results").mkdir()
     assert compare(root, "--index").strip() == str(root / "index.html")
     content = html.unescape((root / "index.html").read_text())
     assert "2 experiments" in content and "no_results" not in content
-    assert "broken/reference/reference.json is missing" in content
+    assert "broken/reference/record.json is missing" in content
     for row in ranking.compare_methods(collect(load(small[0]), small[1]).measurements):
         assert (
             f"<td>{row.method}</td>" in content

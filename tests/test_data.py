@@ -59,8 +59,8 @@ def test_digits_equal_those_of_scikit_learn(digits):
     assert np.array_equal(digits.labels, scans.target)
     assert np.array_equal((digits.images[:][..., 0] * (16 / 255)).round(), scans.images)
     assert digits.images[:].max() == 255
-    assert digits.manifest["classes"] == [str(k) for k in range(10)]
-    assert digits.manifest["conditions"]["class"]["num_classes"] == 10
+    assert digits.record["classes"] == [str(k) for k in range(10)]
+    assert digits.record["conditions"]["class"]["num_classes"] == 10
 
 
 def test_the_split_is_a_partition_of_the_requested_size(digits):
@@ -71,8 +71,8 @@ def test_the_split_is_a_partition_of_the_requested_size(digits):
 
 def test_channel_statistics_are_computed_over_the_training_images(digits):
     pixels = digits.images[digits.train] / 255
-    assert digits.manifest["channel_mean"] == pytest.approx([pixels.mean()])
-    assert digits.manifest["channel_std"] == pytest.approx([pixels.std()])
+    assert digits.record["channel_mean"] == pytest.approx([pixels.mean()])
+    assert digits.record["channel_std"] == pytest.approx([pixels.std()])
 
 
 def test_images_survive_the_conversion_to_tensors_and_back(digits):
@@ -124,15 +124,15 @@ def test_each_folder_is_a_class_with_the_images_below_it(tmp_path):
     write_images(tmp_path / "in" / "cat", 3)
     write_images(tmp_path / "in" / "ant" / "deeper", 2)
     (tmp_path / "in" / "cat" / "notes.txt").write_text("not an image")
-    manifest = prepare(folder_config(tmp_path / "in"), tmp_path / "out")
-    assert manifest["classes"] == ["ant", "cat"]
+    record = prepare(folder_config(tmp_path / "in"), tmp_path / "out")
+    assert record["classes"] == ["ant", "cat"]
     assert list(open_dataset(tmp_path / "out").labels) == [0, 0, 1, 1, 1]
 
 
 def test_a_flat_folder_has_no_classes(tmp_path):
     write_images(tmp_path / "in", 4)
-    manifest = prepare(folder_config(tmp_path / "in"), tmp_path / "out")
-    assert manifest["classes"] is None and manifest["conditions"] == {}
+    record = prepare(folder_config(tmp_path / "in"), tmp_path / "out")
+    assert record["classes"] is None and record["conditions"] == {}
     assert open_dataset(tmp_path / "out").labels is None
 
 
@@ -153,17 +153,17 @@ def test_a_broken_image_is_reported_by_name(tmp_path):
     damage(tmp_path / "in" / "003.png")
     with pytest.raises(KairosError, match=r"003\.png is broken.*dataset\.broken: skip"):
         prepare(folder_config(tmp_path / "in"), tmp_path / "out")
-    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert not (tmp_path / "out" / "record.json").exists()
 
 
 def test_broken_images_are_skipped_and_recorded_on_request(tmp_path):
     write_images(tmp_path / "in" / "a", 4)
     write_images(tmp_path / "in" / "b", 4)
     (tmp_path / "in" / "a" / "002.png").write_bytes(b"no image")
-    manifest = prepare(folder_config(tmp_path / "in", broken="skip"), tmp_path / "out")
+    record = prepare(folder_config(tmp_path / "in", broken="skip"), tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
-    assert manifest["skipped"] == ["a/002.png"]
-    assert manifest["count"] == len(dataset.images) == 7
+    assert record["skipped"] == ["a/002.png"]
+    assert record["count"] == len(dataset.images) == 7
     assert list(dataset.labels) == [0, 0, 0, 1, 1, 1, 1]
     assert np.array_equal(dataset.images[2], np.asarray(random_image(3)))
 
@@ -181,8 +181,8 @@ def test_images_of_different_sizes_require_a_resolution(tmp_path):
     random_image(9, 16, 16).save(tmp_path / "in" / "odd.png")
     with pytest.raises(ConfigError, match=r"dataset\.resolution.*odd\.png has 16×16.*8×8"):
         prepare(folder_config(tmp_path / "in"), tmp_path / "out")
-    manifest = prepare(folder_config(tmp_path / "in", resolution=8), tmp_path / "out")
-    assert (manifest["count"], manifest["height"], manifest["width"]) == (4, 8, 8)
+    record = prepare(folder_config(tmp_path / "in", resolution=8), tmp_path / "out")
+    assert (record["count"], record["height"], record["width"]) == (4, 8, 8)
 
 
 def test_padding_keeps_the_pixels_and_rejects_larger_images():
@@ -329,7 +329,7 @@ def test_a_killed_prepare_leaves_no_data_set(tmp_path):
         open_dataset(tmp_path / "out")
     assert prepare(folder_config(tmp_path / "in"), tmp_path / "out") == whole
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        *("conditions", "heldout.npy", "images.npy", "manifest.json", "train.npy")
+        *("conditions", "heldout.npy", "images.npy", "record.json", "train.npy")
     ]
 
 
@@ -382,7 +382,7 @@ def test_prepare_runs_from_the_command_line_and_reports_bad_paths(tmp_path, caps
     write_images(Path("in"), 6)
     assert main(["prepare", "--config", "small.yaml", "--timing", "t.json"]) == 0
     assert "3 training and 3 held-out images of 8×8×3" in capsys.readouterr().err
-    assert open_dataset("results/small/dataset").manifest["count"] == 6
+    assert open_dataset("results/small/dataset").record["count"] == 6
     assert Path("t.json").is_file()
     assert main(["autoencoder", "--config", "small.yaml", "--dataset", "nowhere"]) == 1
     assert "nowhere: does not exist; make it with: kairos prepare" in capsys.readouterr().err

@@ -27,10 +27,8 @@ def network(tmp_path_factory):
 def test_features_equal_the_class_token_of_the_published_preprocessing(network, tmp_path):
     from torchvision.transforms import functional
 
-    manifest = extractors.build_extractor(DinoOptions(path=str(network)), None, tmp_path / "x")
-    assert (
-        manifest["metric"] == "fd_dinov2" and manifest["features"] == 24 and str(network) not in str(manifest["files"])
-    )
+    record = extractors.build_extractor(DinoOptions(path=str(network)), None, tmp_path / "x")
+    assert record["metric"] == "fd_dinov2" and record["features"] == 24 and str(network) not in str(record["files"])
     opened = extractors.open_extractor(tmp_path / "x")
     images = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
     pixels = [

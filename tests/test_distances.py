@@ -289,10 +289,10 @@ def discrete(timesteps=50, schedule="linear", prediction="epsilon"):
 def loss_of(network, process=None, seed=0, **settings):
     """Return a process and the validation loss of a network on it."""
     process = process or discrete()
-    milestone = SimpleNamespace(
+    snapshot = SimpleNamespace(
         process=process, record={"conditions": {}}, model=lambda x, t, conditions: network(process, x, t)
     )
-    return process, validation.validation_loss(milestone, Latents(), LossSettings(64, 6, seed, **settings))
+    return process, validation.validation_loss(snapshot, Latents(), LossSettings(64, 6, seed, **settings))
 
 
 def noise_in(process, x, t):
@@ -397,8 +397,8 @@ def test_validation_losses_are_named_after_their_quantity(name, prediction, quan
         signal = process.coefficients(t)[0].view(-1, 1, 1, 1)
         return ({"epsilon": noise, "x0": 0 * x, "v": signal * noise}[prediction] + error).float()
 
-    milestone = SimpleNamespace(process=process, record={"conditions": {}}, model=predict)
-    arguments = milestone, Latents(), LossSettings(64, 6, 0)
+    snapshot = SimpleNamespace(process=process, record={"conditions": {}}, model=predict)
+    arguments = snapshot, Latents(), LossSettings(64, 6, 0)
     losses = validation.validation_loss(*arguments)
     assert losses[f"loss_{quantity}"] == pytest.approx(error**2, rel=2e-3)
     assert validation.mlperf8(*arguments)[f"mlperf8_{quantity}"] == pytest.approx(error**2, rel=2e-2)
@@ -428,6 +428,6 @@ def test_the_error_of_epsilon_is_zero_for_every_perfect_prediction():
             v = process.coefficients(t)[0].view(-1, 1, 1, 1) * epsilon
             return {"epsilon": epsilon, "x0": 0 * x, "v": v}[process.prediction].float()
 
-        milestone = SimpleNamespace(process=process, record={"conditions": {}}, model=network)
-        loss = validation.epsilon_loss(milestone, Latents(), LossSettings(64, 6, 0))["loss_epsilon"]
+        snapshot = SimpleNamespace(process=process, record={"conditions": {}}, model=network)
+        loss = validation.epsilon_loss(snapshot, Latents(), LossSettings(64, 6, 0))["loss_epsilon"]
         assert loss == pytest.approx(0, abs=1e-8)

@@ -123,7 +123,7 @@ def test_an_empty_clone_computes_equal_results(clone, recorded):
     assert jobs_of(dvc(clone, "repro"))["train_2"] == 1
     ended = clone.run("kairos", "verify", "--against", str(recorded.folder / "dvc.results.json"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    folder = "results/tiny/methods/adaptive/seed0/milestones/0000040/ema"
+    folder = "results/tiny/methods/adaptive/seed0/snapshots/0000040/ema"
     assert hash_folder(clone.folder / folder) == hash_folder(recorded.folder / folder)
 
 

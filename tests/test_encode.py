@@ -50,7 +50,7 @@ def latents(results):
 
 
 def encode_into(results, name, flips=False, codec="autoencoder", batch_size=16):
-    """Encode the data set into a folder of the results; returns the manifest."""
+    """Encode the data set into a folder of the results; returns the record."""
     dataset = open_dataset(results / "dataset")
     return encode(dataset, load_codec(results / codec), results / name, flips, batch_size)
 
@@ -103,9 +103,9 @@ def test_flips_that_were_not_encoded_are_rejected(results):
 
 
 def test_without_an_autoencoder_latents_are_pixels(results):
-    manifest = encode_into(results, "pixels", flips=True, codec="none")
+    record = encode_into(results, "pixels", flips=True, codec="none")
     latents, dataset = open_latents(results / "pixels"), open_dataset(results / "dataset")
-    assert manifest["kind"] == "pixels" and manifest["files"] == {} and not latents.stochastic
+    assert record["kind"] == "pixels" and record["files"] == {} and not latents.stochastic
     assert torch.equal(latents.load_x0([4, 2]), dataset.load_tensor([4, 2]))
     flipped = latents.load_x0([4, 2], np.array([True, False]), torch.randn(2, 1, 8, 8))
     assert torch.equal(flipped[0], dataset.load_tensor([4])[0].flip(2))
@@ -121,7 +121,7 @@ def test_conditions_of_latents_equal_those_of_the_data_set(results, latents):
 
 def test_the_content_hash_depends_on_everything_that_training_reads(results, latents):
     again = encode_into(results, "again", flips=True)
-    assert again == {**latents.manifest, "dataset": "../dataset"}
+    assert again == {**latents.record, "dataset": "../dataset"}
     unflipped = encode_into(results, "other")
     pixels = encode_into(results, "other", codec="none")
     hashes = {item["content_sha256"] for item in (again, unflipped, pixels)}
@@ -142,7 +142,7 @@ def _encode_until_killed(results, name, batch_size=16, last_call=9, save_seconds
                 os.kill(os.getpid(), signal.SIGKILL)
             return codec.encode(images)
 
-    encode(dataset, DyingCodec(codec.manifest, torch.device(device)), results / name, True, batch_size)
+    encode(dataset, DyingCodec(codec.record, torch.device(device)), results / name, True, batch_size)
 
 
 def test_a_killed_encode_resumes_with_equal_bits(results, latents, capsys):
@@ -153,10 +153,10 @@ def test_a_killed_encode_resumes_with_equal_bits(results, latents, capsys):
     with pytest.raises(KairosError, match=r"not complete.*kairos encode"):
         open_latents(results / "killed")
     capsys.readouterr()
-    assert encode_into(results, "killed", flips=True) == latents.manifest
+    assert encode_into(results, "killed", flips=True) == latents.record
     assert "resumes after image 48" in capsys.readouterr().err
     assert sorted(file.name for file in (results / "killed").iterdir()) == [
-        *("logvar.npy", "logvar_flipped.npy", "manifest.json", "mean.npy", "mean_flipped.npy")
+        *("logvar.npy", "logvar_flipped.npy", "mean.npy", "mean_flipped.npy", "record.json")
     ]
 
 
@@ -172,7 +172,7 @@ def test_a_partial_encode_with_other_settings_is_not_used(results, latents, caps
     job.join()
     assert job.exitcode == -signal.SIGKILL
     capsys.readouterr()
-    assert encode_into(results, "foreign", flips=True) == latents.manifest
+    assert encode_into(results, "foreign", flips=True) == latents.record
     assert "resumes" not in capsys.readouterr().err
 
 
@@ -182,7 +182,7 @@ def test_a_progress_record_without_contents_is_not_used(results, latents, capsys
     job.join()
     (results / "odd" / ".partial" / "progress.json").write_text("{}")
     capsys.readouterr()
-    assert encode_into(results, "odd", flips=True) == latents.manifest
+    assert encode_into(results, "odd", flips=True) == latents.record
     assert "resumes" not in capsys.readouterr().err
 
 
@@ -201,16 +201,16 @@ def test_two_processes_cannot_encode_into_one_folder_at_once(results, shard):
                     encode(dataset, codec, out, True, 16, shard=shard and Shard.parse(shard))
             return codec.encode(images)
 
-    twice = EncodingTwice(codec.manifest, torch.device("cpu"))
+    twice = EncodingTwice(codec.record, torch.device("cpu"))
     encode(dataset, twice, out, True, 16, shard=shard and Shard.parse(shard))
-    assert rejected and (out / "manifest.json").is_file() and not list(results.glob(".tmp-*"))
+    assert rejected and (out / "record.json").is_file() and not list(results.glob(".tmp-*"))
 
 
 class CodecOnDevice(Codec):
     """Codec that computes on the CPU and reports another device, such as a GPU."""
 
     def __init__(self, codec, device):
-        super().__init__(codec.manifest, torch.device(device))
+        super().__init__(codec.record, torch.device(device))
         vars(self)["codec"] = codec  # the class is frozen
 
     def encode(self, images):
@@ -225,7 +225,7 @@ def test_a_partial_encode_of_a_gpu_is_not_resumed_on_a_cpu(results, latents, cap
     job.join()
     assert job.exitcode == -signal.SIGKILL
     capsys.readouterr()
-    assert encode_into(results, "gpu", flips=True) == latents.manifest
+    assert encode_into(results, "gpu", flips=True) == latents.record
     assert "resumes" not in capsys.readouterr().err
 
 
@@ -250,7 +250,7 @@ def encode_shard(results, text, batch_size=16, device="cpu", **changes):
 
 
 def merge_shards(results, shards):
-    """Merge the folders of shards, and return the manifest."""
+    """Merge the folders of shards, and return the record."""
     dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
     return encode(dataset, codec, results / "merged", True, 16, shard_folders=shards)
 
@@ -259,8 +259,8 @@ def merge_shards(results, shards):
 def test_merged_shards_equal_the_bits_of_one_job(results, latents, count):
     """There are seven batches, the last one of 4 images, so that two of nine shards are empty."""
     shards = [encode_shard(results, f"{number}of{count}") for number in range(1, count + 1)]
-    assert merge_shards(results, shards[::-1]) == latents.manifest
-    for name in latents.manifest["files"]:
+    assert merge_shards(results, shards[::-1]) == latents.record
+    for name in latents.record["files"]:
         assert (results / "merged" / name).read_bytes() == (results / "latents" / name).read_bytes()
 
 
@@ -272,7 +272,7 @@ def test_shards_of_two_devices_are_not_merged(results):
 
 def test_shards_of_a_gpu_are_merged_on_a_cpu(results, latents):
     shards = [encode_shard(results, f"{number}of2", device="cuda") for number in (1, 2)]
-    assert merge_shards(results, shards) == latents.manifest
+    assert merge_shards(results, shards) == latents.record
 
 
 def test_a_shard_that_cannot_be_merged_is_reported(results):
@@ -321,7 +321,7 @@ def test_an_autoencoder_of_other_images_is_rejected(results, tmp_path):
 def test_an_image_condition_flips_with_its_image(results, latents, monkeypatch):
     low = np.arange(100 * 1 * 2 * 2, dtype=np.float32).reshape(100, 1, 2, 2)
     conditions = {**latents.condition_kinds, "low": {"kind": "image", "shape": [1, 2, 2]}}
-    monkeypatch.setitem(latents.manifest, "conditions", conditions)
+    monkeypatch.setitem(latents.record, "conditions", conditions)
     monkeypatch.setitem(latents.dataset.conditions, "low", low)
     loaded = latents.load_conditions([3, 4], np.array([True, False]))
     assert torch.equal(loaded["low"][0], torch.from_numpy(low[3]).flip(2))
@@ -339,15 +339,15 @@ def test_sigma_data_is_the_standard_deviation_of_the_training_latents(results, l
 
 
 def encode_half(results, name, **options):
-    """Encode the data set with float16 on disk; returns the manifest."""
+    """Encode the data set with float16 on disk; returns the record."""
     dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
     return encode(dataset, codec, results / name, True, 16, dtype="float16", **options)
 
 
 def test_latents_in_float16_take_half_the_disk_and_change_x0_by_rounding_alone(results, latents):
-    manifest = encode_half(results, "half")
-    assert manifest["dtype"] == "float16" and latents.manifest["dtype"] == "float32"
-    assert manifest["content_sha256"] != latents.manifest["content_sha256"]
+    record = encode_half(results, "half")
+    assert record["dtype"] == "float16" and latents.record["dtype"] == "float32"
+    assert record["content_sha256"] != latents.record["content_sha256"]
     half = open_latents(results / "half")
     for name, rows in half.moments.items():
         assert rows.dtype == np.float16
@@ -387,7 +387,7 @@ def test_latents_beyond_the_range_of_float16_are_rejected(results):
 
     dataset = open_dataset(results / "dataset")
     with pytest.raises(KairosError, match=r"autoencoder\.dtype: float16 holds values up to 65504.*set float32"):
-        encode(dataset, LargeCodec(codec.manifest, codec.device), results / "large", False, 16, dtype="float16")
+        encode(dataset, LargeCodec(codec.record, codec.device), results / "large", False, 16, dtype="float16")
     with pytest.raises(KairosError):
         open_latents(results / "large")
 

@@ -80,11 +80,11 @@ def results(tmp_path_factory):
         assert kairos("reference", *shared, *folders, "--out", "r/reference") == 0
         train = ("--method", "uniform", "--seed", 0, "--out", "r/methods/uniform/seed0", "--latents", "r/latents")
         assert kairos("train", "--config", config, *train) == 0
-        milestones = [f"r/methods/uniform/seed0/milestones/{step:07d}" for step in (0, 2)]
-        sample, evaluation = ["--num", 660, "--seed", 0], ["--reference", "r/reference/reference.json"]
-        for k, milestone in enumerate(milestones):
-            sample += ["--milestone", milestone, "--out", f"r/{k}.npz", "--grid", f"r/{k}.png"]
-            evaluation += ["--milestone", milestone, "--samples", f"r/{k}.npz", "--out", f"r/{k}.json"]
+        milestones = [f"r/methods/uniform/seed0/snapshots/{step:07d}" for step in (0, 2)]
+        sample, evaluation = ["--num", 660, "--seed", 0], ["--reference", "r/reference/record.json"]
+        for k, snapshot in enumerate(milestones):
+            sample += ["--snapshot", snapshot, "--out", f"r/{k}.npz", "--grid", f"r/{k}.png"]
+            evaluation += ["--snapshot", snapshot, "--samples", f"r/{k}.npz", "--out", f"r/{k}.json"]
         assert kairos("sample", *sample, "--timing", "r/sample.json") == 0
         assert kairos("evaluate", *evaluation, "--timing", "r/evaluate.json") == 0
     return root / "r"
@@ -92,9 +92,9 @@ def results(tmp_path_factory):
 
 @pytest.mark.long
 def test_the_trained_classifier_is_an_accurate_extractor(results):
-    manifest = json.loads((results / "extractor/manifest.json").read_text())
-    assert manifest["name"] == "classifier32" and manifest["metric"] == "frechet_classifier32"
-    assert manifest["features"] == 32 and manifest["accuracy"] > 0.97
+    record = json.loads((results / "extractor/record.json").read_text())
+    assert record["name"] == "classifier32" and record["metric"] == "frechet_classifier32"
+    assert record["features"] == 32 and record["accuracy"] > 0.97
     opened = extractors.open_extractor(results / "extractor")
     images = open_dataset(results / "dataset").images
     features = opened.compute_layers(images[:50])["features"]
@@ -142,13 +142,13 @@ def test_torch_fidelity_computes_the_same_distance_with_the_classifier(results):
         input1=held_out, input2=real, fid=True, cuda=False, cache=False, verbose=False, save_cpu_ram=True,
         feature_extractor="kairos-classifier",
     )  # fmt: skip
-    row = json.loads((results / "reference/reference.json").read_text())["rows"]["floor"]
+    row = json.loads((results / "reference/record.json").read_text())["rows"]["floor"]
     assert row["frechet_classifier32"] == pytest.approx(metrics["frechet_inception_distance"], rel=1e-3)
 
 
 def test_the_training_of_the_classifier_is_deterministic(results, tmp_path):
     torch.set_num_threads(1)
-    options = json.loads((results / "extractor/manifest.json").read_text())["options"]
+    options = json.loads((results / "extractor/record.json").read_text())["options"]
     dataset = open_dataset(results / "dataset")
     extractor = EXTRACTORS.select({**options, "steps": 5})
     hashes = [extractors.build_extractor(extractor, dataset, tmp_path / str(k))["sha256"] for k in range(2)]
@@ -166,14 +166,14 @@ def test_a_damaged_extractor_is_reported(results, tmp_path):
 
 def test_a_classifier_requires_classes(results, tmp_path):
     dataset = dataclasses.replace(open_dataset(results / "dataset"), conditions={})
-    options = json.loads((results / "extractor/manifest.json").read_text())["options"]
+    options = json.loads((results / "extractor/record.json").read_text())["options"]
     with pytest.raises(KairosError, match="no classes"):
         extractors.build_extractor(EXTRACTORS.select(options), dataset, tmp_path / "x")
-    assert not (tmp_path / "x/manifest.json").exists()
+    assert not (tmp_path / "x/record.json").exists()
 
 
 def test_reference_rows_have_the_expected_order(results):
-    record = json.loads((results / "reference/reference.json").read_text())
+    record = json.loads((results / "reference/record.json").read_text())
     rows = {name: row["frechet_classifier32"] for name, row in record["rows"].items()}
     assert rows["floor"] < 10 and 3 * rows["floor"] < rows["gaussian"] and 5 * rows["gaussian"] < rows["noise"]
     assert rows["reconstruction"] == rows["floor"], "without an autoencoder the reconstructions are the images"
@@ -209,8 +209,8 @@ def test_samples_and_records_contain_their_protocol_and_metrics(results):
 
 
 def test_samples_do_not_depend_on_the_batch_size_or_number(results, tmp_path):
-    milestone = results / "methods/uniform/seed0/milestones/0000002"
-    arguments = ("--milestone", milestone, "--out", tmp_path / "x.npz", "--seed", 0, "--num", 40, "--batch-size", 17)
+    snapshot = results / "methods/uniform/seed0/snapshots/0000002"
+    arguments = ("--snapshot", snapshot, "--out", tmp_path / "x.npz", "--seed", 0, "--num", 40, "--batch-size", 17)
     assert kairos("sample", *arguments) == 0
     assert np.array_equal(read_samples(tmp_path / "x.npz")[0], read_samples(results / "1.npz")[0][:40])
     assert kairos("sample", *arguments, "--scheduler", "{name: ddpm, clip: true}", "--weights", "raw") == 0
@@ -236,13 +236,13 @@ def test_a_continuous_process_is_sampled_and_evaluated_in_half_precision(
     assert kairos("reference", "--config", config, *options, "--out", "reference") == 0
     train = ("--method", "uniform", "--seed", 0, "--out", "methods/u/seed0", "--latents", results / "latents")
     assert kairos("train", "--config", config, *train) == 0
-    milestone = ("--milestone", "methods/u/seed0/milestones/0000002")
+    snapshot = ("--snapshot", "methods/u/seed0/snapshots/0000002")
     sample = ("--num", 330, "--autoencoder", results / "autoencoder", "--out")
-    assert kairos("sample", *milestone, *sample, "x.npz") == 0
-    assert kairos("sample", *milestone, *sample, "y.npz", "--precision", "fp32") == 0
+    assert kairos("sample", *snapshot, *sample, "x.npz") == 0
+    assert kairos("sample", *snapshot, *sample, "y.npz", "--precision", "fp32") == 0
     assert not np.array_equal(read_samples(Path("x.npz"))[0], read_samples(Path("y.npz"))[0])
     latents = ("--latents", results / "latents", "--extractor", results / "extractor")
-    assert kairos("evaluate", "--samples", "x.npz", *milestone, *latents, "--reference", "reference", "--out", "x") == 0
+    assert kairos("evaluate", "--samples", "x.npz", *snapshot, *latents, "--reference", "reference", "--out", "x") == 0
     record = json.loads(Path("x").read_text())
     protocol = record["protocol"]
     assert protocol["scheduler"] == "heun" and (protocol["steps"], protocol["nfe"]) == (4, 7)
@@ -255,8 +255,8 @@ def test_a_continuous_process_is_sampled_and_evaluated_in_half_precision(
 
 
 def test_bad_arguments_of_sample_are_rejected(results, tmp_path, capsys):
-    milestone = results / "methods/uniform/seed0/milestones/0000002"
-    arguments = ("sample", "--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 4)
+    snapshot = results / "methods/uniform/seed0/snapshots/0000002"
+    arguments = ("sample", "--snapshot", snapshot, "--out", tmp_path / "x.npz", "--num", 4)
     for extra, status, message in (
         (("--steps", 1001), 2, "sampling.steps"),
         (("--scheduler", "{name: heun, s_churn: 1.0}"), 2, "sampling.scheduler.s_churn"),
@@ -278,7 +278,7 @@ def test_images_of_other_programs_can_be_evaluated(results, tmp_path, monkeypatc
     arguments = ("evaluate", "--samples", "own.npz", "--out", "a.json")
     assert kairos(*arguments, "--reference", results / "reference") == 0
     record = json.loads((tmp_path / "a.json").read_text())
-    floor = json.loads((results / "reference/reference.json").read_text())["rows"]["floor"]["frechet_classifier32"]
+    floor = json.loads((results / "reference/record.json").read_text())["rows"]["floor"]["frechet_classifier32"]
     assert record["metrics"]["frechet_classifier32"] == pytest.approx(floor, rel=1e-6)
     assert record["metrics"]["frechet_classifier32_spread"] is None and "last 10 images" in record["warnings"][0]
     assert record["protocol"]["scheduler"] is None and record["step"] is None
@@ -305,7 +305,7 @@ def make_reference(results, folder, **changes) -> dict:
     for part in ("dataset", "autoencoder", "latents", "extractor"):
         arguments += [f"--{part}", results / part]
     assert kairos(*arguments) == 0
-    return json.loads((folder / "reference/reference.json").read_text())
+    return json.loads((folder / "reference/record.json").read_text())
 
 
 def test_the_held_out_images_can_be_the_reference(results, tmp_path):
@@ -438,8 +438,8 @@ def test_only_the_selected_metrics_are_computed(results, tmp_path):
     columns, kinds = ("frechet_classifier32", "kid", "precision", "recall"), ("", "_spread", "_sets")
     assert {*record["rows"]["gaussian"]} - {"n_samples"} == {name + kind for name in columns for kind in kinds}
     assert record["rows"]["floor"]["precision"] > 0.7 > 0.1 > record["rows"]["noise"]["precision"]
-    milestone = results / "methods/uniform/seed0/milestones/0000002"
-    job = evaluate.EvaluationJob(results / "1.npz", tmp_path / "x.json", milestone)
+    snapshot = results / "methods/uniform/seed0/snapshots/0000002"
+    job = evaluate.EvaluationJob(results / "1.npz", tmp_path / "x.json", snapshot)
     evaluate.run([job], tmp_path / "reference", results / "extractor")
     evaluation = json.loads((tmp_path / "x.json").read_text())
     assert set(evaluation["validation"]) == {"mlperf8_epsilon"}
@@ -469,11 +469,11 @@ def test_check_rejects_metrics_that_lack_their_requirements(tmp_path, capsys, ch
 
 
 def test_samples_of_another_snapshot_are_rejected(results, tmp_path):
-    record = json.loads((results / "methods/uniform/seed0/milestones/0000002/milestone.json").read_text())
+    record = json.loads((results / "methods/uniform/seed0/snapshots/0000002/snapshot.json").read_text())
     images, protocol = read_samples(results / "0.npz")
     write_samples(tmp_path / "x.npz", images, {**protocol, "identity": record["identity"], "step": 0})
     job = evaluate.EvaluationJob(
-        tmp_path / "x.npz", tmp_path / "x.json", results / "methods/uniform/seed0/milestones/0000002"
+        tmp_path / "x.npz", tmp_path / "x.json", results / "methods/uniform/seed0/snapshots/0000002"
     )
     with pytest.raises(KairosError, match="another snapshot"):
         evaluate.run([job], results / "reference")
@@ -496,9 +496,9 @@ class MeanFeatureOptions(MetricOptions):
 def test_a_metric_is_added_by_name(results, tmp_path, monkeypatch):
     monkeypatch.setitem(METRICS, "mean_feature", MeanFeatureOptions)
     reference = shutil.copytree(results / "reference", tmp_path / "reference")
-    record = read_record(reference / "reference.json")
+    record = read_record(reference / "record.json")
     metrics = [{"name": "mean_feature"}, *record["metrics"]]
-    write_record(reference / "reference.json", {**record, "metrics": metrics})
+    write_record(reference / "record.json", {**record, "metrics": metrics})
     job = evaluate.EvaluationJob(results / "1.npz", tmp_path / "x.json")
     evaluate.run([job], reference, results / "extractor")
     metrics = json.loads((tmp_path / "x.json").read_text())["metrics"]
@@ -520,20 +520,20 @@ class BlankOptions(SolverOptions):
 
 def test_a_solver_is_added_by_name(results, tmp_path, monkeypatch):
     monkeypatch.setitem(SOLVERS, "blank", BlankOptions)
-    milestone = results / "methods/uniform/seed0/milestones/0000002"
-    arguments = ("--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 3, "--scheduler", "blank")
+    snapshot = results / "methods/uniform/seed0/snapshots/0000002"
+    arguments = ("--snapshot", snapshot, "--out", tmp_path / "x.npz", "--num", 3, "--scheduler", "blank")
     assert kairos("sample", *arguments) == 0
     images, protocol = read_samples(tmp_path / "x.npz")
     assert images.max() == 0 and protocol["scheduler"]["name"] == "blank"
 
 
 def make_pixels(options, dataset, folder):
-    """Return the manifest of an extractor of an extension: mean and standard deviation of the pixels of an image."""
+    """Return the record of an extractor of an extension: mean and standard deviation of the pixels of an image."""
     facts = {"name": "pixels2", "metric": "frechet_pixels2", "features": 2, "accuracy": None, "shape": None}
     return {**facts, "sha256": "pixels", "dataset_sha256": None, "files": {}}
 
 
-def load(folder, manifest):
+def load(folder, record):
     from torch_fidelity import FeatureExtractorBase
 
     class Pixels(FeatureExtractorBase):
@@ -545,7 +545,7 @@ def load(folder, manifest):
             values = images.float().flatten(1)
             return (torch.stack([values.mean(1), values.std(1)], dim=1),)
 
-    return extractors.Extractor(manifest, Pixels("pixels", ["pixels"]), ("features",))
+    return extractors.Extractor(record, Pixels("pixels", ["pixels"]), ("features",))
 
 
 class PixelsOptions(ExtractorOptions):

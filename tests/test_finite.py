@@ -27,7 +27,7 @@ from kairos.evaluation.metrics import Comparison, RealStatistics
 from kairos.evaluation.settings import EXTRACTORS, METRICS
 from kairos.files import hash_folder, read_json, write_json, write_record
 from kairos.finite import demand_finite
-from kairos.milestones import open_milestone
+from kairos.snapshots import open_snapshot
 from kairos.text_encoders.encode_captions import encode_captions
 from kairos.text_encoders.settings import TextEncoderConfig
 from kairos.training.job import read_progress
@@ -92,7 +92,7 @@ def test_an_autoencoder_with_a_weight_that_is_not_finite_is_rejected(digits, tmp
     config = AutoencoderConfig(kind="pretrained", path=str(write_autoencoder(tmp_path / "vae", weight, value)))
     with pytest.raises(NotFiniteError, match=rf"vae: weights: 1 of [\d,]+ values are .*{weight}"):
         make_autoencoder(config, digits, tmp_path / "out", CPU)
-    assert not (tmp_path / "out/manifest.json").exists()
+    assert not (tmp_path / "out/record.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_an_autoencoder_whose_output_overflows_is_rejected(digits, tmp_path, wei
     config = AutoencoderConfig(kind="pretrained", path=str(write_autoencoder(tmp_path / "vae", weight, 1e38)))
     with pytest.raises(NotFiniteError, match=f"vae: .*{message}"):
         make_autoencoder(config, digits, tmp_path / "out", CPU)
-    assert not (tmp_path / "out/manifest.json").exists()
+    assert not (tmp_path / "out/record.json").exists()
 
 
 @pytest.mark.parametrize("field", ["scaling_factor", "shift_factor"])
@@ -114,7 +114,7 @@ def test_a_factor_of_an_autoencoder_that_is_not_finite_is_rejected(digits, tmp_p
     config = AutoencoderConfig(kind="pretrained", path=str(folder))
     with pytest.raises(KairosError, match=f"{field} nan"):
         make_autoencoder(config, digits, tmp_path / "out", CPU)
-    assert not (tmp_path / "out/manifest.json").exists()
+    assert not (tmp_path / "out/record.json").exists()
 
 
 def test_latents_and_pixels_are_checked_when_they_leave_the_codec(digits, tmp_path):
@@ -129,7 +129,7 @@ def test_latents_and_pixels_are_checked_when_they_leave_the_codec(digits, tmp_pa
     codec.model.quant_conv.bias[0] = torch.inf
     with pytest.raises(NotFiniteError, match="mean"):
         encode(digits, codec, tmp_path / "latents", flips=False, batch_size=16)
-    assert not (tmp_path / "latents/manifest.json").exists()
+    assert not (tmp_path / "latents/record.json").exists()
 
 
 def test_a_diverged_training_of_the_autoencoder_ends_at_once_and_again_after_a_retry(digits, tmp_path):
@@ -137,7 +137,7 @@ def test_a_diverged_training_of_the_autoencoder_ends_at_once_and_again_after_a_r
     for _ in range(2):
         with pytest.raises(NotFiniteError, match=r"autoencoder: step \d+: .*autoencoder.learning_rate"):
             make_autoencoder(config, digits, tmp_path / "out", CPU)
-        assert not (tmp_path / "out/manifest.json").exists()
+        assert not (tmp_path / "out/record.json").exists()
 
 
 @pytest.mark.parametrize(("name", "value"), [("mean", np.nan), ("logvar", np.inf), ("logvar", 1e4)])
@@ -150,7 +150,7 @@ def test_latents_that_are_not_finite_stop_a_training_run_for_good(latents, tmp_p
     with pytest.raises(NotFiniteError, match=r"latents .*1 of .* values are"):
         train(experiment({"uniform": {}}), "uniform", 0, tmp_path / "run", tmp_path / "data/latents", [20])
     assert read_progress(tmp_path / "run")["again"] is False
-    assert not (tmp_path / "run/milestones").exists()
+    assert not (tmp_path / "run/snapshots").exists()
 
 
 def test_conditions_that_are_not_finite_are_rejected(latents, tmp_path):
@@ -159,7 +159,7 @@ def test_conditions_that_are_not_finite_are_rejected(latents, tmp_path):
     vectors[7] = np.inf
     np.save(tmp_path / "data/dataset/conditions/vector.npy", vectors)
     for file in ("dataset", "latents"):
-        path = tmp_path / "data" / file / "manifest.json"
+        path = tmp_path / "data" / file / "record.json"
         record = read_json(path)
         record["conditions"]["vector"] = {"kind": "tensor", "shape": [3], "file": "conditions/vector.npy"}
         write_record(path, record)
@@ -173,19 +173,19 @@ def test_weights_that_overflow_in_the_last_step_are_not_saved(latents, tmp_path)
     plain = experiment({"uniform": {}}, training__optimizer=DIVERGING, training__milestones=[1])
     with pytest.raises(NotFiniteError, match=r"step 1: .*training.optimizer.lr"):
         train(plain, "uniform", 0, tmp_path / "run", latents, [1])
-    assert not list((tmp_path / "run").rglob("*.ckpt")) and not list((tmp_path / "run").rglob("milestone.json"))
+    assert not list((tmp_path / "run").rglob("*.ckpt")) and not list((tmp_path / "run").rglob("snapshot.json"))
 
 
 def damage_snapshot(finished: Path, folder: Path, value: float, weights: str = "ema") -> Path:
     """Copy a snapshot, set all values of one of its weights, and record the hashes of the changed files."""
-    shutil.copytree(finished / "milestones/0000001", folder)
+    shutil.copytree(finished / "snapshots/0000001", folder)
     file = folder / weights / WEIGHTS
     tensors = load_file(file)
     tensors[max(tensors, key=lambda name: tensors[name].numel())][:] = value
     save_file(tensors, file, {"format": "pt"})
-    record = read_json(folder / "milestone.json")
-    (folder / "milestone.json").unlink()
-    write_record(folder / "milestone.json", {**record, "files": hash_folder(folder)})
+    record = read_json(folder / "snapshot.json")
+    (folder / "snapshot.json").unlink()
+    write_record(folder / "snapshot.json", {**record, "files": hash_folder(folder)})
     return folder
 
 
@@ -193,17 +193,17 @@ def damage_snapshot(finished: Path, folder: Path, value: float, weights: str = "
 def test_a_snapshot_of_a_diverged_run_gives_no_images(finished, latents, tmp_path, capsys, value):
     folder = damage_snapshot(finished[0], tmp_path / "snapshot", value)
     make_autoencoder(AutoencoderConfig(), open_dataset(latents.parent / "dataset"), tmp_path / "none", CPU)
-    arguments = ["sample", "--milestone", folder, "--out", tmp_path / "x.npz", "--num", 4, "--autoencoder"]
-    record = read_json(tmp_path / "none/manifest.json") | {"sha256": "blocks"}
-    write_record(tmp_path / "none/manifest.json", record)
+    arguments = ["sample", "--snapshot", folder, "--out", tmp_path / "x.npz", "--num", 4, "--autoencoder"]
+    record = read_json(tmp_path / "none/record.json") | {"sha256": "blocks"}
+    write_record(tmp_path / "none/record.json", record)
     assert main([*map(str, arguments), str(tmp_path / "none")]) == 1
     message = capsys.readouterr().err
     assert str(folder) in message and "values are" in message and "Traceback" not in message
     assert not (tmp_path / "x.npz").exists()
     if not np.isfinite(value):  # large weights are finite: only their output is not
         with pytest.raises(NotFiniteError, match=WEIGHTS):
-            open_milestone(folder)
-        assert open_milestone(folder, "raw").record["step"] == 1
+            open_snapshot(folder)
+        assert open_snapshot(folder, "raw").record["step"] == 1
 
 
 def test_a_run_does_not_start_from_weights_that_are_not_finite(finished, latents, tmp_path):
@@ -242,14 +242,14 @@ def test_texts_whose_states_are_not_finite_are_rejected(tmp_path):
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(NotFiniteError, match=message):
             encode_captions(config.model_copy(update={"dtype": dtype}), dataset, tmp_path / "text", CPU)
-        assert not (tmp_path / "text/manifest.json").exists()
+        assert not (tmp_path / "text/record.json").exists()
 
 
 def test_an_extractor_that_is_not_finite_is_neither_written_nor_used(digits, tmp_path):
     options = {"name": "selfsupervised", "features": 4, "channels": 4, "steps": 3}
     with pytest.raises(NotFiniteError, match=r"selfsupervised4: weights .*evaluation.extractor.learning_rate"):
         build_extractor(EXTRACTORS.select({**options, "learning_rate": 1e30}), digits, tmp_path / "diverged")
-    assert not (tmp_path / "diverged/manifest.json").exists()
+    assert not (tmp_path / "diverged/record.json").exists()
     build_extractor(EXTRACTORS.select(options), digits, tmp_path / "extractor")
     extractor = open_extractor(tmp_path / "extractor")
     with torch.no_grad():

@@ -64,11 +64,9 @@ def test_an_invalid_heldout_setting_is_rejected(dataset, message):
 
 def test_an_experiment_without_heldout_images_passes_every_stage(tmp_path, capsys):
     """Run every stage that reads held-out images if there are any."""
-    manifest = prepare(config(color="grey", limit=120, heldout=0), tmp_path / "dataset")
+    record = prepare(config(color="grey", limit=120, heldout=0), tmp_path / "dataset")
     dataset = open_dataset(tmp_path / "dataset")
-    assert (
-        (manifest["train_count"], manifest["heldout_count"]) == (len(dataset.train), len(dataset.heldout)) == (120, 0)
-    )
+    assert (record["train_count"], record["heldout_count"]) == (len(dataset.train), len(dataset.heldout)) == (120, 0)
     assert dataset.heldout.dtype == np.int64
     settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=8)
     autoencoder = make_autoencoder(settings, dataset, tmp_path / "autoencoder", CPU)
@@ -193,9 +191,9 @@ def test_heldout_images_from_separate_parquet_files(tmp_path, hub_cache):  # noq
         heldout=str(tmp_path / "test-*.parquet"),
         broken="skip",
     )
-    manifest = prepare(settings, tmp_path / "out")
+    record = prepare(settings, tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
-    assert manifest["skipped"] == ["row 1 of test-0.parquet"]
+    assert record["skipped"] == ["row 1 of test-0.parquet"]
     assert dataset.labels.tolist() == [0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0]
     assert (len(dataset.train), dataset.heldout.tolist()) == (7, [7, 8, 9, 10])
 

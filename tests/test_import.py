@@ -18,7 +18,7 @@ from kairos.data.latents import open_latents
 from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import validation_loss
 from kairos.files import read_json, write_record
-from kairos.milestones import open_milestone
+from kairos.snapshots import open_snapshot
 from kairos.training.import_weights import published_diffusion
 from kairos.training.settings import read_run_settings
 from kairos.validity import describe_training, training_identity
@@ -57,9 +57,9 @@ def test_published_weights_become_snapshots(name, tmp_path, capsys):
     torch.save({"model": raw, "ema": average, "opt": {"state": {}}, "args": Namespace(model=name)}, file)
     out, status = import_weights(tmp_path, file, MODELS[name], "--shape", "4,8,8", "--classes", 10, "--step", 400_000)
     assert status == 0, capsys.readouterr().err
-    record = read_json(out / "milestone.json")
+    record = read_json(out / "snapshot.json")
     assert record["step"] == 400_000 and record["imported"]["file"] == "0400000.pt" and record["shape"] == [4, 8, 8]
-    opened = {kind: open_milestone(out, kind).model.weights() for kind in ("ema", "raw")}
+    opened = {kind: open_snapshot(out, kind).model.weights() for kind in ("ema", "raw")}
     assert all(torch.equal(opened["ema"][key], average[key]) for key in average)
     assert all(torch.equal(opened["raw"][key], raw[key]) for key in raw)
 
@@ -75,14 +75,14 @@ def test_a_snapshot_of_published_weights_is_evaluated_and_trained_further(tmp_pa
     save_file({key: value.clone() for key, value in model.weights().items()}, tmp_path / "dit.safetensors")
     out, status = import_weights(tmp_path, tmp_path / "dit.safetensors", model_options, "--latents", latents)
     assert status == 0, capsys.readouterr().err
-    start = {key: value.clone() for key, value in open_milestone(out).model.weights().items()}
-    validation = validation_loss(open_milestone(out), open_latents(latents), LossSettings(16, 4, 0))
+    start = {key: value.clone() for key, value in open_snapshot(out).model.weights().items()}
+    validation = validation_loss(open_snapshot(out), open_latents(latents), LossSettings(16, 4, 0))
     assert np.isfinite(validation["loss_epsilon"]) and validation["images"] == 16
 
     changes = {"diffusion": {"process": {"name": "discrete", "variance": "learned_range"}, "losses": ["mse", "vb"]}}
     plain = experiment({"uniform": {}}, model=model_options, training__start_from=str(out), **changes)
     train(plain, "uniform", 0, tmp_path / "run", latents, [0, 5])
-    first, last = (open_milestone(tmp_path / "run/milestones" / f"{step:07d}", "raw").model for step in (0, 5))
+    first, last = (open_snapshot(tmp_path / "run/snapshots" / f"{step:07d}", "raw").model for step in (0, 5))
     assert all(torch.equal(first.weights()[key], start[key]) for key in start)
     assert any(not torch.equal(last.weights()[key], start[key]) for key in start)
     identity = read_json(tmp_path / "run/training.json")["identity"]
@@ -141,9 +141,9 @@ def test_guidance_of_edms_network_is_rejected(tmp_path, capsys):
         tmp_path, tmp_path / "edm.safetensors", model_options, "--shape", "3,8,8", "--classes", 10
     )
     assert status == 0, capsys.readouterr().err
-    config = read_json(out / "milestone.json")["config"]
+    config = read_json(out / "snapshot.json")["config"]
     assert config["diffusion"]["process"]["name"] == "edm" and config["training"]["condition_dropout"] == 0
-    command = ["sample", "--milestone", out, "--out", tmp_path / "a.npz", "--num", 4, "--guidance-scale", 2]
+    command = ["sample", "--snapshot", out, "--out", tmp_path / "a.npz", "--num", 4, "--guidance-scale", 2]
     assert main(list(map(str, command))) == 2 and "condition_dropout" in capsys.readouterr().err
 
 
@@ -210,7 +210,7 @@ def test_latents_without_a_condition_of_the_model_are_reported(tmp_path, capsys)
     torch.save(make_weights("dit"), tmp_path / "a.pt")
     latents = make_latents(tmp_path / "data")
     for folder in (latents, latents.parent / "dataset"):
-        write_record(folder / "manifest.json", {**read_json(folder / "manifest.json"), "conditions": {}})
+        write_record(folder / "record.json", {**read_json(folder / "record.json"), "conditions": {}})
     for more in ((), ("--classes", 10)):
         out, status = import_weights(tmp_path, tmp_path / "a.pt", MODELS["dit"], "--latents", latents, *more)
         message = capsys.readouterr().err
@@ -265,11 +265,11 @@ def test_a_missing_start_is_rejected_before_any_job(tmp_path):
 def test_the_identity_contains_the_start_weights_and_another_model_is_rejected(tmp_path):
     latents = make_latents(tmp_path / "data")
     train(experiment({"uniform": {}}), "uniform", 0, tmp_path / "run", latents, [0])
-    starts = [tmp_path / "run/milestones/0000000", tmp_path / "elsewhere"]
+    starts = [tmp_path / "run/snapshots/0000000", tmp_path / "elsewhere"]
     shutil.copytree(*starts)
     plain = [experiment({"uniform": {}}, training__start_from=str(start)) for start in starts]
-    manifest = read_json(latents / "manifest.json")
-    described = [describe_training(read_run_settings(one, "uniform", 0), manifest, "cpu") for one in plain]
+    record = read_json(latents / "record.json")
+    described = [describe_training(read_run_settings(one, "uniform", 0), record, "cpu") for one in plain]
     assert len(set(map(training_identity, described))) == 1
     plain[0]["model"]["width"] = 32
     with pytest.raises(KairosError, match=r"training.start_from: got model.width: 16 .* allowed: 32"):
@@ -283,18 +283,18 @@ def test_images_are_sampled_from_published_weights(tmp_path, capsys):
     pixels = tmp_path / "autoencoder"
     pixels.mkdir()
     shape, factors = [4, 8, 8], {"scaling_factor": 1.0, "shift_factor": 0.0}
-    manifest = {"kind": "none", "sha256": "pixels", "latent_shape": shape, "image_shape": shape, **factors}
-    write_record(pixels / "manifest.json", manifest)
+    record = {"kind": "none", "sha256": "pixels", "latent_shape": shape, "image_shape": shape, **factors}
+    write_record(pixels / "record.json", record)
     out, status = import_weights(tmp_path, tmp_path / "a.pt", model_options, "--autoencoder", pixels, "--classes", 10)
     assert status == 0, capsys.readouterr().err
     images = tmp_path / "images.npz"
-    command = ["sample", "--milestone", out, "--out", images, "--num", 3, "--steps", 4, "--guidance-scale", 1.5]
+    command = ["sample", "--snapshot", out, "--out", images, "--num", 3, "--steps", 4, "--guidance-scale", 1.5]
     assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0, capsys.readouterr().err
     with np.load(images) as samples:
         assert samples["images"].shape == (3, 8, 8, 4)
 
     assert import_weights(tmp_path, tmp_path / "a.pt", model_options, "--shape", "4,8,8", "--classes", 10)[1] == 0
     assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0  # the snapshot does not record its autoencoder
-    write_record(pixels / "manifest.json", {**manifest, "latent_shape": [4, 4, 4]})
+    write_record(pixels / "record.json", {**record, "latent_shape": [4, 4, 4]})
     assert main([*map(str, command), "--autoencoder", str(pixels)]) == 1
     assert "has latents of shape [4, 4, 4], allowed: [4, 8, 8]" in capsys.readouterr().err

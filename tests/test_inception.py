@@ -40,7 +40,7 @@ def test_damaged_weights_in_the_cache_are_downloaded_again_and_not_used(tmp_path
     monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "simple").as_uri())
     with pytest.raises(KairosError, match="but the download failed"):
         extractors.build_extractor(InceptionOptions(), None, tmp_path / "x")
-    assert not (tmp_path / "x" / "manifest.json").exists()
+    assert not (tmp_path / "x" / "record.json").exists()
 
 
 @pytest.fixture
@@ -55,28 +55,28 @@ def cached_extractor(tmp_path, monkeypatch):
 
 
 def test_an_evaluation_does_not_rewrite_a_cached_extractor(cached_extractor):
-    manifest = cached_extractor / "manifest.json"
-    before = manifest.stat()
+    record = cached_extractor / "record.json"
+    before = record.stat()
     assert cache_published_extractor("inception") == cached_extractor
-    after = manifest.stat()
+    after = record.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_a_damaged_cached_extractor_is_replaced_atomically(cached_extractor, monkeypatch):
-    """The manifest of the extractor exists at all times, also during the search for the weights."""
+    """The record of the extractor exists at all times, also during the search for the weights."""
     damaged = cached_extractor / inception.WEIGHTS
     damaged.unlink()  # a hard link of the weights
     damaged.write_bytes(b"other")
     find, seen = inception_weights.find_weights, []
 
     def find_and_record(path):
-        seen.append((cached_extractor / "manifest.json").is_file())
+        seen.append((cached_extractor / "record.json").is_file())
         return find(path)
 
     monkeypatch.setattr(inception_weights, "find_weights", find_and_record)
     cache_published_extractor("inception")
     assert damaged.read_bytes() == b"weights" and seen == [True]
-    assert sorted(file.name for file in cached_extractor.iterdir()) == ["manifest.json", inception.WEIGHTS]
+    assert sorted(file.name for file in cached_extractor.iterdir()) == ["record.json", inception.WEIGHTS]
 
 
 def test_a_folder_does_not_replace_the_published_extractor_of_its_name(cached_extractor, tmp_path):
@@ -112,8 +112,8 @@ def test_the_inception_network_computes_features_logits_and_scores(tmp_path):
     torch.save({}, tmp_path / "empty.pth")
     random = Random("random", ["2048"], feature_extractor_weights_path=str(tmp_path / "empty.pth"))
     torch.save(random.state_dict(), tmp_path / "weights.pth")
-    manifest = extractors.build_extractor(InceptionOptions(path=str(tmp_path / "weights.pth")), None, tmp_path / "x")
-    assert manifest["metric"] == "fid" and manifest["features"] == 2048
+    record = extractors.build_extractor(InceptionOptions(path=str(tmp_path / "weights.pth")), None, tmp_path / "x")
+    assert record["metric"] == "fid" and record["features"] == 2048
     opened = extractors.open_extractor(tmp_path / "x")
     grey = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 1), dtype=np.uint8)
     layers = opened.compute_layers(grey)

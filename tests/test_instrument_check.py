@@ -38,24 +38,24 @@ def build(options, dataset, folder: Path) -> dict:
 
 
 def test_a_classifier_of_imbalanced_classes_learns_more_than_the_largest_class(imbalanced, tmp_path):
-    manifest = build(ClassifierOptions(features=16, channels=8, steps=40), imbalanced, tmp_path)
-    assert manifest["check"]["balanced_accuracy"] > 0.6 and manifest["warnings"] == []
+    record = build(ClassifierOptions(features=16, channels=8, steps=40), imbalanced, tmp_path)
+    assert record["check"]["balanced_accuracy"] > 0.6 and record["warnings"] == []
 
 
 def test_an_extractor_that_learned_nothing_has_a_warning_with_its_accuracy(imbalanced, tmp_path):
-    manifest = build(ClassifierOptions(features=16, channels=8, steps=1), imbalanced, tmp_path)
-    (warning,) = manifest["warnings"]
-    assert "balanced accuracy" in warning and "classifier16" in warning and manifest["kind"] == "classifier"
+    record = build(ClassifierOptions(features=16, channels=8, steps=1), imbalanced, tmp_path)
+    (warning,) = record["warnings"]
+    assert "balanced accuracy" in warning and "classifier16" in warning and record["kind"] == "classifier"
 
 
 def test_a_fallback_replaces_a_classifier_that_learned_nothing(imbalanced, tmp_path):
     options = ClassifierOptions(features=16, channels=8, steps=1, fallback="selfsupervised")
-    manifest = build(options, imbalanced, tmp_path)
-    assert (manifest["kind"], manifest["metric"]) == ("selfsupervised", "frechet_selfsupervised16")
-    assert manifest["replaces"]["options"] == options.plain() and manifest["replaces"]["warnings"]
+    record = build(options, imbalanced, tmp_path)
+    assert (record["kind"], record["metric"]) == ("selfsupervised", "frechet_selfsupervised16")
+    assert record["replaces"]["options"] == options.plain() and record["replaces"]["warnings"]
     equal = build(SelfsupervisedOptions(features=16, channels=8, steps=1), imbalanced, tmp_path / "equal")
-    assert equal["sha256"] == manifest["sha256"] and equal["options"] == manifest["options"]
-    assert manifest["warnings"], "the fallback has not learned its task either"
+    assert equal["sha256"] == record["sha256"] and equal["options"] == record["options"]
+    assert record["warnings"], "the fallback has not learned its task either"
     assert extractors.open_extractor(tmp_path).name == "selfsupervised16"
 
 

@@ -83,7 +83,7 @@ def test_twenty_kills_change_nothing(tmp_path, commands):
     assert commands.run(second, log) == 0, log.read_text()
 
     assert read_json(out / "training.json") == read_json(alone / "training.json")
-    for name in ("checkpoint.pt", "metrics.jsonl", *(f"milestones/{step:07d}/milestone.json" for step in (0, *STEPS))):
+    for name in ("checkpoint.pt", "metrics.jsonl", *(f"snapshots/{step:07d}/snapshot.json" for step in (0, *STEPS))):
         assert (out / name).read_bytes() == (alone / name).read_bytes(), name
     timing = [json.loads(line) for line in (out / "timing.jsonl").read_text().splitlines()]
     assert [line["step"] for line in timing] == list(range(25, STEPS[1] + 1, 25))

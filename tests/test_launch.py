@@ -26,7 +26,7 @@ class DistanceError(Exception):
     "error",
     [
         FileNotFoundError(2, "No such file or directory", "/data/igloo/images.npy"),
-        KairosError("/data/gloo/latents/manifest.json is missing"),
+        KairosError("/data/gloo/latents/record.json is missing"),
         RuntimeError("PytorchStreamReader failed reading file /data/gloo/checkpoint.pt"),
         DistanceError("not finite"),
     ],

@@ -64,9 +64,9 @@ def make_zip_config(path: Path, **fields):
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_a_zip_has_the_pixels_labels_and_counts_of_its_images(tmp_path, compression):
     path = write_edm_zip(tmp_path / "edm.zip", compression=compression)
-    manifest = prepare(make_zip_config(path, heldout=0.2), tmp_path / "out")
+    record = prepare(make_zip_config(path, heldout=0.2), tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
-    assert manifest["classes"] == ["0", "1", "2"] and dataset.labels.tolist() == [k % 3 for k in range(10)]
+    assert record["classes"] == ["0", "1", "2"] and dataset.labels.tolist() == [k % 3 for k in range(10)]
     for index in range(10):
         assert np.array_equal(dataset.images[index], np.asarray(random_image(index)))
     counts = count_images(make_zip_config(path, heldout=0.2))
@@ -187,8 +187,8 @@ def test_broken_images_in_a_zip_are_reported_or_skipped(tmp_path):
     path.write_bytes(content)
     with pytest.raises(KairosError, match=r"img00000001\.png is broken \(.*set dataset\.broken: skip"):
         prepare(make_zip_config(path), tmp_path / "out")
-    manifest = prepare(make_zip_config(path, broken="skip"), tmp_path / "out")
-    assert manifest["skipped"] == [names[1], names[3]] and manifest["count"] == 2
+    record = prepare(make_zip_config(path, broken="skip"), tmp_path / "out")
+    assert record["skipped"] == [names[1], names[3]] and record["count"] == 2
 
 
 @pytest.fixture
@@ -325,8 +325,8 @@ def test_coco_is_read_as_a_plain_folder(tmp_path):
     """The validation folder of COCO contains the held-out images; annotations are next to the folders."""
     folders = {"path": str(SHARED / "coco_mini" / "train2017"), "heldout": str(SHARED / "coco_mini" / "val2017")}
     settings = config(source="folder", resolution=32, resample="lanczos", images=26, **folders)
-    manifest = prepare(settings, tmp_path / "out")
-    assert (manifest["train_count"], manifest["heldout_count"]) == (26, 25)
+    record = prepare(settings, tmp_path / "out")
+    assert (record["train_count"], record["heldout_count"]) == (26, 25)
 
 
 @cifar

@@ -61,9 +61,9 @@ def check_equal(copied, linked, tmp_path):
     different = {"content_sha256", "files", "refers"}
     equal_fields = []
     for dataset in (copied, linked):
-        equal_fields.append({key: value for key, value in dataset.manifest.items() if key not in different})
+        equal_fields.append({key: value for key, value in dataset.record.items() if key not in different})
     assert equal_fields[0] == equal_fields[1]
-    check_files(linked.folder, linked.manifest["files"], "")
+    check_files(linked.folder, linked.record["files"], "")
     make_autoencoder(
         AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=4), copied, tmp_path / "ae", CPU
     )
@@ -76,7 +76,7 @@ def check_equal(copied, linked, tmp_path):
 
 def test_a_linked_folder_equals_its_copy(pictures, tmp_path):
     copied, linked = prepare_both(folder_config(pictures, broken="skip", heldout=0.3, flips=True), tmp_path)
-    assert len(linked.images) == 11 and linked.manifest["skipped"] == ["a/002.png"]
+    assert len(linked.images) == 11 and linked.record["skipped"] == ["a/002.png"]
     check_equal(copied, linked, tmp_path)
 
 
@@ -168,8 +168,8 @@ def test_a_damaged_temporary_copy_is_replaced_by_decoding(tmp_path, damage):
 def test_a_disk_with_little_space_gets_no_temporary_copy(tmp_path, monkeypatch):
     monkeypatch.setattr("kairos.data.linked_images.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 9))
     folder = write_images(tmp_path / "in", 10)
-    manifest = prepare(folder_config(folder, store="refer"), tmp_path / "out")
-    assert not (tmp_path / "out" / TEMPORARY_COPY).exists() and TEMPORARY_COPY not in manifest["files"]
+    record = prepare(folder_config(folder, store="refer"), tmp_path / "out")
+    assert not (tmp_path / "out" / TEMPORARY_COPY).exists() and TEMPORARY_COPY not in record["files"]
     assert np.array_equal(open_dataset(tmp_path / "out").images[3], np.asarray(random_image(3)))
 
 

@@ -57,14 +57,14 @@ def test_there_is_no_warning_without_both_rows():
 def unranked(tmp_path, monkeypatch):
     """Experiment whose real images score above the Gaussian: its file and its results."""
     config, results = results_tree.write(tmp_path, methods=("uniform", "min_snr"))
-    file = results / "reference/reference.json"
+    file = results / "reference/record.json"
     record = read_json(file)
     record["rows"]["floor"] |= {METRIC: 652.0, f"{METRIC}_spread": 181.0}
     record["rows"]["gaussian"] |= {METRIC: 367.0, f"{METRIC}_spread": 24.0}
     write_record(file, record)
-    manifest = {"options": load(config).evaluation.extractor.plain()}
     (results / "extractor").mkdir()
-    write_record(results / "extractor/manifest.json", manifest)
+    options = load(config).evaluation.extractor.plain()
+    write_record(results / "extractor/record.json", {"options": options})
     results_tree.sign(load(config), results)
     monkeypatch.chdir(tmp_path)
     return config, results
@@ -154,7 +154,7 @@ def test_validation_loss_ranks_methods(unranked, capsys):
 
 def test_distances_above_the_gaussian_are_reported_if_the_validation_loss_ranks_methods(tmp_path):
     config, folder = results_tree.write(tmp_path, methods=("uniform", "min_snr"))
-    file = folder / "reference/reference.json"
+    file = folder / "reference/record.json"
     record = read_json(file)
     rank_by_validation(config)
 
@@ -179,9 +179,9 @@ def test_validation_losses_of_two_autoencoders_are_not_compared(unranked, tmp_pa
         return join_experiments([(results, results.methods) for results in collected])
 
     assert len(join().methods) == 4
-    manifest = read_json(other / "autoencoder/manifest.json") | {"sha256": "b" * 64}
-    write_record(other / "autoencoder/manifest.json", manifest)
-    for file in other.glob("methods/*/seed*/milestones/*/milestone.json"):
+    record = read_json(other / "autoencoder/record.json") | {"sha256": "b" * 64}
+    write_record(other / "autoencoder/record.json", record)
+    for file in other.glob("methods/*/seed*/snapshots/*/snapshot.json"):
         write_record(file, read_json(file) | {"autoencoder_sha256": "b" * 64})
     results_tree.sign(load(other_config), other)
     with pytest.raises(KairosError, match="autoencoder"):

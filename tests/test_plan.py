@@ -196,9 +196,9 @@ def test_the_estimate_equals_files_and_rate_of_a_real_run(tmp_path: Path, monkey
     )  # fmt: skip
     for method in plain["methods"]:
         train(plain, method, 0, results / "methods" / method / "seed0", results / "latents", [0, 20, 40])
-    manifest = results / "dataset/manifest.json"
-    manifest.unlink()  # as before kairos prepare
-    (results / "latents/manifest.json").unlink()
+    record = results / "dataset/record.json"
+    record.unlink()  # as before kairos prepare
+    (results / "latents/record.json").unlink()
     estimate = estimate_cost(validate(plain))
     assert (estimate.data.x0_shape, estimate.data.image_count, estimate.data.train_count) == ((4, 4, 4), 200, 150)
     assert estimate.storage["latents"] == pytest.approx(_measure_size(results / "latents"), rel=0.01)
@@ -207,8 +207,8 @@ def test_the_estimate_equals_files_and_rate_of_a_real_run(tmp_path: Path, monkey
     kept = [path for state in states for path in state.glob("*/checkpoints/*")]
     assert len(kept) == 4
     assert estimate.storage["checkpoints"] == pytest.approx(sum(path.stat().st_size for path in kept), rel=0.02)
-    milestones = sum(_measure_size(folder) for state in states for folder in state.glob("*/milestones"))
-    assert estimate.storage["milestones"] == pytest.approx(milestones, rel=0.05)
+    snapshots = sum(_measure_size(folder) for state in states for folder in state.glob("*/snapshots"))
+    assert estimate.storage["snapshots"] == pytest.approx(snapshots, rel=0.05)
     lasting = sum(estimate.memory[name] for name in ("weights", "EMA", "optimizer"))
     assert lasting == pytest.approx(kept[0].stat().st_size, rel=0.02)  # of uniform, which has no state
     assert estimate.rate is not None

@@ -279,10 +279,10 @@ print(hash_plugins(load({str(kept)!r}).methods)['my_strategies'])"
 
 def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
     Path("deep").mkdir()
-    plain, manifest = make_case(), {"content_sha256": "", "autoencoder_sha256": ""}
+    plain, record = make_case(), {"content_sha256": "", "autoencoder_sha256": ""}
 
     def identity(config: dict, method: str) -> str:
-        return training_identity(describe_training(read_run_settings(config, method, 0), manifest, "cpu"))
+        return training_identity(describe_training(read_run_settings(config, method, 0), record, "cpu"))
 
     def list_keys(config: dict) -> list[str]:
         validity = Validity(validate(config), "unused")
@@ -353,7 +353,7 @@ def test_a_run_with_a_plugin_rejects_code_that_was_edited_since_its_start(folder
     assert status == 0, output
     record = read_json("first/training.json")
     assert record["computed_from"]["fields"]["method"]["sampler"]["name"] == "test_power" and hashes(Path("first"))
-    assert read_json("first/milestones/0000004/milestone.json")["config"]["plugins"] == ["my_strategies.py"]
+    assert read_json("first/snapshots/0000004/snapshot.json")["config"]["plugins"] == ["my_strategies.py"]
 
     edit("p**self.exponent", "p")
     status, output = train(frozen, "second")

@@ -138,7 +138,7 @@ def test_a_setting_overrides_the_extended_file(tmp_path):
     ]
     assert portable_by_file == [True, True, False]
     # `kairos analyse` has an experiment file and the path of one snapshot
-    assert portable.is_requested(Namespace(config=tmp_path / "base.yaml", milestone=tmp_path / "snapshot"))
+    assert portable.is_requested(Namespace(config=tmp_path / "base.yaml", snapshot=tmp_path / "snapshot"))
 
 
 def write_case(folder: Path, steps: int = 4) -> tuple[Path, Path]:
@@ -152,7 +152,7 @@ def run_training(out: Path, config: Path, latents: Path, *before: str, **variabl
     ended = run_process(train_command(config, "adaptive", out, latents, "--timing", f"{out}.json"), before, **variables)
     assert ended.returncode == 0, ended.stderr
     assert read_json(f"{out}.json")["machine"]["instruction_set"] == "AVX2 (portable)"
-    return hashes(out) | hash_folder(out / "milestones") | {"training": sha256_file(out / "training.json")}
+    return hashes(out) | hash_folder(out / "snapshots") | {"training": sha256_file(out / "training.json")}
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from kairos.forward_process import build_process, scheduler_config
 from kairos.library_components import LibraryComponent
 from kairos.losses import terms as losses
 from kairos.losses.settings import MseOptions, VbOptions
-from kairos.milestones import open_milestone
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.section import field
+from kairos.snapshots import open_snapshot
 from kairos.training.settings import AVERAGES
 from kairos_timesteps.components import PROCESSES
 from kairos_timesteps.errors import ConfigError
@@ -185,12 +185,12 @@ def test_strategies_train_a_learned_variance(method, latents, tmp_path):
     train(plain, method, 0, tmp_path, latents, [0, 12])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(np.isfinite(row["vb"]) for row in rows) and rows[-1]["mse"] < 2
-    milestone = open_milestone(tmp_path / "milestones" / "0000012")
-    assert milestone.model.weights()["final_layer.linear.weight"].shape[0] == 2 * 2 * 8
+    snapshot = open_snapshot(tmp_path / "snapshots" / "0000012")
+    assert snapshot.model.weights()["final_layer.linear.weight"].shape[0] == 2 * 2 * 8
     settings = LossSettings(images=20, strata=4, seed=0)
-    assert epsilon_loss(milestone, open_latents(latents), settings)["loss_epsilon"] < 3
-    assert mlperf8(milestone, open_latents(latents), settings)["mlperf8_epsilon"] < 3
-    scheduler = json.loads((tmp_path / "milestones/0000012/scheduler/scheduler_config.json").read_text())
+    assert epsilon_loss(snapshot, open_latents(latents), settings)["loss_epsilon"] < 3
+    assert mlperf8(snapshot, open_latents(latents), settings)["mlperf8_epsilon"] < 3
+    scheduler = json.loads((tmp_path / "snapshots/0000012/scheduler/scheduler_config.json").read_text())
     assert scheduler["variance_type"] == "learned_range"
 
 
@@ -270,7 +270,7 @@ def test_a_masked_pass_is_one_further_forward_pass_and_resumes_exactly(
         assert none is None and mask.dtype == torch.float32 and torch.equal(t, again)
         assert not torch.equal(x, masked)  # independent noise
     assert not torch.equal(calls[1][2], calls[3][2])
-    train(make_masked_experiment(), method, 0, tmp_path / "parts", latents, [0, 3], milestones_only=True)
+    train(make_masked_experiment(), method, 0, tmp_path / "parts", latents, [0, 3], snapshots_only=True)
     train(make_masked_experiment(), method, 0, tmp_path / "parts", latents, [0, 8])
     parts = {**hashes(tmp_path / "parts"), "metrics": None}
     assert parts == {**hashes(tmp_path / "whole"), "metrics": None}
@@ -304,7 +304,7 @@ def test_the_mask_token_and_side_block_learn_from_the_masked_pass_alone(make_mas
     for name, terms in (("both", MASKED["losses"]), ("one", ["mse", "vb"])):
         plain = make_masked_experiment({"uniform": {}}, diffusion={"process": LEARNED, "losses": terms})
         train(plain, "uniform", 0, tmp_path / name, latents, [0, 3])
-    token = {n: open_milestone(tmp_path / n / "milestones/0000003", "raw").model.token for n in ("both", "one")}
+    token = {n: open_snapshot(tmp_path / n / "snapshots/0000003", "raw").model.token for n in ("both", "one")}
     assert token["both"].abs().max() > 0 and token["one"].abs().max() == 0
 
 
@@ -318,7 +318,7 @@ def test_microbatches_equal_the_whole_batch_with_a_masked_pass(make_masked_exper
             patch.setattr(nn.Dropout, "forward", lambda self, x: x)  # dropout is drawn per micro-batch
             train(plain, "speed", 0, tmp_path / str(microbatch), latents, [0, 6])
         folders.append(tmp_path / str(microbatch))
-    models = [open_milestone(out / "milestones/0000006", "raw").model.state_dict() for out in folders]
+    models = [open_snapshot(out / "snapshots/0000006", "raw").model.state_dict() for out in folders]
     assert difference(*models) < 1e-6  # the files contain float32
 
 
@@ -344,7 +344,7 @@ def test_two_processes_equal_one_with_a_masked_pass(make_masked_experiment, late
         else:
             config = write_experiment(tmp_path / "two.yaml", plain)
             rank_groups.run(train_rank, tmp_path, processes, config, out, latents, join=False)
-        models.append(open_milestone(out / "milestones/0000006", "raw").model.state_dict())
+        models.append(open_snapshot(out / "snapshots/0000006", "raw").model.state_dict())
     assert difference(*models) < 1e-6
 
 
@@ -416,12 +416,12 @@ def test_fdm_trains_and_its_warmup_resumes_exactly(latents, tmp_path):
     method = {"fdm": {"sampler": "edm_log_normal", "weighting": {"name": "edm", "warmup": 6}}}
     plain = experiment(method, diffusion={"process": "fdm", "losses": [{"name": "mse", "scale": 64.0}]})
     train(plain, "fdm", 0, tmp_path / "whole", latents, [0, 8])
-    train(plain, "fdm", 0, tmp_path / "parts", latents, [0, 3], milestones_only=True)
+    train(plain, "fdm", 0, tmp_path / "parts", latents, [0, 3], snapshots_only=True)
     train(plain, "fdm", 0, tmp_path / "parts", latents, [0, 8])
     parts = {**hashes(tmp_path / "parts"), "metrics": None}
     assert parts == {**hashes(tmp_path / "whole"), "metrics": None}
     first, last = (
-        np.loadtxt(tmp_path / "whole" / "milestones" / step / "strategy.csv", delimiter=",", skiprows=1)[:, 2].max()
+        np.loadtxt(tmp_path / "whole" / "snapshots" / step / "strategy.csv", delimiter=",", skiprows=1)[:, 2].max()
         for step in ("0000000", "0000008")
     )
     assert first == pytest.approx(5) and last > 1000

@@ -334,7 +334,7 @@ def test_guidance_without_conditions_or_their_dropout_is_rejected_with_its_value
 
 
 def test_sampling_jobs_get_the_guidance_of_the_experiment(tmp_path, monkeypatch):
-    """Null settings are passed too, because the milestone may contain other values."""
+    """Null settings are passed too, because the snapshot may contain other values."""
     seen = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kairos.sampling.sample.run", lambda jobs, request, finished: seen.append(request))
@@ -376,9 +376,9 @@ def test_the_command_line_samples_with_a_learned_variance(tmp_path):
     make_autoencoder(config.autoencoder, dataset, results / "autoencoder", torch.device("cpu"), False)
     encode(dataset, load_codec(results / "autoencoder", "cpu"), results / "latents", False, 64)
     train(plain, "speed", 0, results / "methods" / "speed" / "seed0", results / "latents", [0, 4])
-    milestone = results / "methods" / "speed" / "seed0" / "milestones" / "0000004"
-    line = ["sample", "--milestone", str(milestone), "--num", "5", "--out"]
-    channels = json.loads((milestone / "milestone.json").read_text())["shape"][0]
+    snapshot = results / "methods" / "speed" / "seed0" / "snapshots" / "0000004"
+    line = ["sample", "--snapshot", str(snapshot), "--num", "5", "--out"]
+    channels = json.loads((snapshot / "snapshot.json").read_text())["shape"][0]
     assert main([*line, str(tmp_path / "a.npz"), "--guidance-channels", str(channels)]) == 0
     protocol = open_samples(tmp_path / "a.npz").protocol
     assert protocol["guidance_power"] == 4.0 and protocol["guidance_channels"] == channels

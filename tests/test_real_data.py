@@ -70,8 +70,8 @@ def test_the_pipeline_lowers_loss_and_distance_on_a_real_data_set(tmp_path):
     config = write_experiment(tmp_path, "fashion_mnist")
     snakemake(tmp_path, config)
     results = tmp_path / "results" / "fashion_mnist"
-    manifest = read_json(results / "dataset" / "manifest.json")
-    assert manifest["count"] == 2000 and len(manifest["classes"]) == 10
+    record = read_json(results / "dataset" / "record.json")
+    assert record["count"] == 2000 and len(record["classes"]) == 10
     with open(results / "summary.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     untrained, trained = (row for row in rows if row["step"])
@@ -93,7 +93,7 @@ def test_a_pretrained_autoencoder_encodes_cifar10(tmp_path):
     shared = [*config, "--dataset", str(dataset)]
     assert main(["autoencoder", *shared, "--out", str(autoencoder)]) == 0
     assert main(["encode", *shared, "--autoencoder", str(autoencoder), "--out", str(latents)]) == 0
-    record = read_json(latents / "manifest.json")
+    record = read_json(latents / "record.json")
     assert record["kind"] == "moments" and record["shape"] == [4, 4, 4]
     mean, flipped = (np.load(latents / f"{name}.npy", mmap_mode="r") for name in ("mean", "mean_flipped"))
     assert mean.shape == flipped.shape == (500, 4, 4, 4) and np.isfinite(mean).all() and mean.std() > 0.1

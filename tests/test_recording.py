@@ -18,7 +18,7 @@ def recorded(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     _, results = results_tree.write(Path("."), seeds=(0,), methods=("uniform", "min_snr"))
     for name in ("latents", "extractor"):  # which the tree lacks
-        write_record(results / name / "manifest.json", {"content_sha256": name, "name": name})
+        write_record(results / name / "record.json", {"content_sha256": name, "name": name})
     results_tree.sign(load("tiny.yaml"), results)
     write_times(results, processor="Xeon")
     assert main(["record", "--config", "tiny.yaml", "--out", "recording.json"]) == 0
@@ -57,12 +57,12 @@ def test_metrics_and_curves_have_a_row_for_each_method(recorded):
 
 
 def test_differences_have_their_causes(recorded, capsys):
-    path = recorded / "dataset/manifest.json"
+    path = recorded / "dataset/record.json"
     write_record(path, read_json(path) | {"content_sha256": "0" * 64})
     write_times(recorded, processor="EPYC")
     status, out, err = verify(capsys)
     assert status == 1 and "1 differs" in err
-    assert out == "dataset/manifest.json: differs, processor: Xeon when recorded, EPYC now\n"
+    assert out == "dataset/record.json: differs, processor: Xeon when recorded, EPYC now\n"
 
     folder = recorded / "methods/uniform/seed0"
     for step in ("0000200", "0000400"):
@@ -71,24 +71,24 @@ def test_differences_have_their_causes(recorded, capsys):
         write_record(folder / f"samples/{step}.json", record | {"files": {}})
     evaluation = read_json(folder / "evaluation/0000400.json")
     write_record(folder / "evaluation/0000400.json", evaluation | {"metrics": {}})
-    shutil.rmtree(folder / "milestones/0000200")
+    shutil.rmtree(folder / "snapshots/0000200")
     status, out, err = verify(capsys)
     assert status == 1 and "4 differs, 1 missing" in err
     for step in ("0000200", "0000400"):
         assert f"methods/uniform/seed0/samples/{step}.json: differs, settings or code: sampling.steps: 20 → 10" in out
     follows = "follows from methods/uniform/seed0/samples/0000400.json"
     assert f"methods/uniform/seed0/evaluation/0000400.json: differs, {follows}" in out
-    assert "methods/uniform/seed0/milestones/0000200/milestone.json: missing\n" in out
+    assert "methods/uniform/seed0/snapshots/0000200/snapshot.json: missing\n" in out
 
 
 def test_only_results_that_are_valid_are_recorded(recorded, capsys):
-    path = recorded / "extractor/manifest.json"
+    path = recorded / "extractor/record.json"
     record = read_json(path)
     write_record(path, record | {"computed_from": record["computed_from"] | {"code": "0", "key": "0"}})
     for change in (lambda: None, path.unlink):
         change()
         assert main(["record", "--config", "tiny.yaml", "--out", "other.json"]) == 1
-        assert "extractor/manifest.json: missing, outdated or of other code" in capsys.readouterr().err
+        assert "extractor/record.json: missing, outdated or of other code" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_recording_is_rejected(recorded, capsys):

@@ -83,7 +83,7 @@ def test_every_listed_file_exists_in_results_with_these_exceptions(finished):
     unmatched = {name for name in documented_files() if not any(map(to_regex(name).fullmatch, files))}
     # files of DVC, of unfinished experiments, and of experiments with captions or published numbers
     assert unmatched == {
-        "report_unfinished.html", "published.csv", "text/manifest.json", "text/<name>.npy",
+        "report_unfinished.html", "published.csv", "text/record.json", "text/<name>.npy",
         "summary/metrics.json", "summary/curves/<method>.csv", RUN + ".state/accepted.json",
     }  # fmt: skip
 

@@ -197,7 +197,7 @@ def test_learned_samplers_are_listed_and_one_that_has_not_moved_is_marked(built,
     assert "policy updates" in text and "has not moved" not in text
     results = small[1]
     for step in (0, 100, 200, 400):
-        path = results / "methods/adaptive/seed0/milestones" / f"{step:07d}" / "milestone.json"
+        path = results / "methods/adaptive/seed0/snapshots" / f"{step:07d}" / "snapshot.json"
         record = read_json(path)
         record["strategy"]["tv_from_start"] = 0.004
         write_record(path, record)
@@ -315,7 +315,7 @@ def test_labels_keep_their_order_and_a_minimum_distance():
 def test_without_held_out_images_neither_page_nor_summary_has_rows_for_them(small):
     for path in small[1].glob("methods/*/seed*/evaluation/*.json"):
         write_record(path, {name: value for name, value in read_json(path).items() if name != "validation"})
-    reference = small[1] / "reference/reference.json"
+    reference = small[1] / "reference/record.json"
     record = read_json(reference)
     rows = {name: row for name, row in record["rows"].items() if name in ("gaussian", "noise")}
     write_record(
@@ -343,7 +343,7 @@ def test_the_page_shows_recorded_values_that_differ_from_the_settings(small):
     values["evaluation"]["strata"] = 32
     config.write_text(yaml.safe_dump(values))
     experiment = load(config)
-    for path in results.glob("methods/*/seed*/milestones/*/milestone.json"):
+    for path in results.glob("methods/*/seed*/snapshots/*/snapshot.json"):
         write_record(path, read_json(path) | {"config": experiment.plain()})
     for path in results.glob("methods/*/seed*/evaluation/*.json"):
         record = read_json(path)
@@ -370,7 +370,7 @@ def test_conditions_are_shown_with_the_generated_images(small, conditions):
     for path in small[1].glob("methods/*/seed*/samples/*.png"):
         images = np.zeros((20, 8, 8, 1), np.uint8)
         write_samples(path.with_suffix(".npz"), images, {"labels": "balanced", "seed": 0}, {"text": [texts]}, 20)
-    for path in small[1].glob("methods/*/seed*/milestones/*/milestone.json"):
+    for path in small[1].glob("methods/*/seed*/snapshots/*/snapshot.json"):
         kinds = {name: {"kind": name} for name in conditions}
         write_record(path, read_json(path) | {"conditions": kinds, "config": load(small[0]).plain()})
     results_tree.sign(load(small[0]), small[1])
@@ -408,10 +408,10 @@ def test_densities_and_losses_are_plotted_over_the_time_of_the_process(small, pr
     plain["sampling"]["scheduler"] = "euler"
     results = replace(results, experiment=validate(plain))
     for training in results.runs:
-        for milestone in training.snapshots:
-            for row in milestone.evaluation["validation"]["per_timestep"]:
+        for snapshot in training.snapshots:
+            for row in snapshot.evaluation["validation"]["per_timestep"]:
                 row[results.validation_metric.removeprefix("val_")] = row.pop("loss_epsilon")
-            milestone.strategy_table["t"] = np.geomspace(0.002, 0.9, len(milestone.strategy_table))
+            snapshot.strategy_table["t"] = np.geomspace(0.002, 0.9, len(snapshot.strategy_table))
     styles = plot_style.assign_styles(results.methods, results.baseline)
     figure = curve_figures.draw_strategies(results, styles, "p", "p", "linear")
     assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in figure.axes)
@@ -426,8 +426,8 @@ def test_densities_and_losses_are_plotted_over_the_time_of_the_process(small, pr
 def test_lines_of_strategies_have_the_colour_of_their_step_without_a_snapshot_between(small):
     results = collect(load(small[0]), small[1])
     (run,) = results.runs_of("adaptive")
-    for milestone in run.snapshots:  # p at the first timestep is a value of its own for each step
-        milestone.strategy_table["p"] = 1 + milestone.step
+    for snapshot in run.snapshots:  # p at the first timestep is a value of its own for each step
+        snapshot.strategy_table["p"] = 1 + snapshot.step
     styles = plot_style.assign_styles(["adaptive"], None)
 
     def draw_colors(snapshots) -> dict[int, tuple[float, ...]]:

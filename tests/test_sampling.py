@@ -462,12 +462,12 @@ def test_a_samples_file_is_reproducible_and_damaged_files_are_rejected(tmp_path)
             sample.open_samples(tmp_path / name)
 
 
-def test_sampling_without_a_milestone_or_with_two_outputs_is_rejected(tmp_path, capsys):
+def test_sampling_without_a_snapshot_or_with_two_outputs_is_rejected(tmp_path, capsys):
     from kairos.cli import main
 
-    arguments = ["sample", "--milestone", str(tmp_path), "--out", str(tmp_path / "x.npz"), "--num", "4"]
+    arguments = ["sample", "--snapshot", str(tmp_path), "--out", str(tmp_path / "x.npz"), "--num", "4"]
     assert main(arguments) == 1
-    assert "milestone.json" in capsys.readouterr().err
+    assert "snapshot.json" in capsys.readouterr().err
     assert main([*arguments, "--out", str(tmp_path / "y.npz")]) == 2
     assert "--out" in capsys.readouterr().err
     assert not (tmp_path / "x.npz").exists()
@@ -488,7 +488,7 @@ def test_sampling_without_a_milestone_or_with_two_outputs_is_rejected(tmp_path, 
 def test_an_invalid_option_of_sample_is_reported_with_its_name(options, message, capsys):
     from kairos.cli import main
 
-    assert main(["sample", "--milestone", "m", "--out", "x.npz", "--num", "4", *options]) == 2
+    assert main(["sample", "--snapshot", "m", "--out", "x.npz", "--num", "4", *options]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -509,7 +509,7 @@ def test_option_device_replaces_the_device_of_the_training_run(tmp_path, monkeyp
     monkeypatch.setattr(sample, "run", lambda jobs, request: devices.append(request.device))
     monkeypatch.setattr(evaluate, "run", lambda jobs, reference, **options: devices.append(options["device"]))
     for arguments in (
-        ["sample", "--milestone", "m", "--out", "x.npz", "--num", "4"],
+        ["sample", "--snapshot", "m", "--out", "x.npz", "--num", "4"],
         ["evaluate", "--samples", "x.npz", "--out", "x.json", "--reference", "r"],
     ):
         assert main([*arguments, "--device", "cuda:1"]) == main(arguments) == 0

@@ -35,10 +35,10 @@ from kairos.data.sources import open_source
 from kairos.files import read_json
 from kairos.losses.settings import LOSSES, LossOptions
 from kairos.losses.terms import per_sample
-from kairos.milestones import open_milestone
 from kairos.models import WEIGHTS
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.section import field
+from kairos.snapshots import open_snapshot
 from kairos.training.settings import (
     AVERAGES,
     OPTIMIZERS,
@@ -108,7 +108,7 @@ def test_a_registered_sampler_and_weighting_are_used(register_library_component,
     register_library_component(SAMPLERS, "edges", Edges)
     register_library_component(WEIGHTINGS, "ramp", Ramp)
     train(experiment({"new": {"sampler": "edges", "weighting": "ramp"}}), "new", 0, tmp_path, latents, [0, 2])
-    table = (tmp_path / "milestones" / "0000002" / "strategy.csv").read_text().splitlines()
+    table = (tmp_path / "snapshots" / "0000002" / "strategy.csv").read_text().splitlines()
     assert table[-1].split(",")[2:] == ["2", repr(2 * float(table[-1].split(",")[1])).removesuffix(".0")]
 
 
@@ -155,10 +155,10 @@ def test_a_run_trains_on_a_registered_continuous_process(register_library_compon
         {"uniform": {}, "adaptive": {"sampler": {"name": "adaptive", "frequency": 1}}}, diffusion={"process": "angle"}
     )
     train(plain, method, 0, tmp_path, latents, [0, 5])
-    milestone = open_milestone(tmp_path / "milestones" / "0000005")
-    assert isinstance(milestone.process, Angle)
+    snapshot = open_snapshot(tmp_path / "snapshots" / "0000005")
+    assert isinstance(snapshot.process, Angle)
     assert read_metrics(tmp_path)[-1]["mse"] < 3
-    table = (tmp_path / "milestones" / "0000005" / "strategy.csv").read_text().splitlines()
+    table = (tmp_path / "snapshots" / "0000005" / "strategy.csv").read_text().splitlines()
     assert float(table[-1].split(",")[0]) == pytest.approx(np.pi / 2 * 0.9995)
 
 
@@ -214,7 +214,7 @@ class LinearOptions(BackboneOptions):
 def test_a_registered_backbone_is_trained(register_component, latents, tmp_path):
     register_component(BACKBONES, LinearOptions)
     train(experiment({"uniform": {}}, model={"name": "linear", "start": 0.25}), "uniform", 0, tmp_path, latents, [0, 3])
-    raw = open_milestone(tmp_path / "milestones" / "0000003", "raw").model
+    raw = open_snapshot(tmp_path / "snapshots" / "0000003", "raw").model
     assert raw.factor.item() != 0.25
     with pytest.raises(ConfigError, match=r"model.start: got 0, allowed: greater than 0 \(initial factor\)"):
         experiment(model={"name": "linear", "start": 0})
@@ -259,12 +259,12 @@ def test_a_registered_condition_with_a_sequence_per_image_reaches_training_and_s
     run = tmp_path / "methods" / "text" / "seed0"
     train(plain, "uniform", 0, run, latents, [0, 2])
     description = {"kind": "sequence", "file": "conditions/sequence.npy"}
-    milestone = run / "milestones" / "0000002"
-    assert all(read_json(folder / "manifest.json") for folder in folders)
+    snapshot = run / "snapshots" / "0000002"
+    assert all(read_json(folder / "record.json") for folder in folders)
     images = tmp_path / "images.npz"
-    assert main(["sample", "--milestone", str(milestone), "--out", str(images), "--num", "3", "--seed", "0"]) == 0
+    assert main(["sample", "--snapshot", str(snapshot), "--out", str(images), "--num", "3", "--seed", "0"]) == 0
     assert np.load(images)["images"].shape == (3, 8, 8, 3)
-    assert read_json(milestone / "milestone.json")["conditions"] == {"sequence": description}
+    assert read_json(snapshot / "snapshot.json")["conditions"] == {"sequence": description}
 
 
 class MomentumOptions(OptimizerOptions):
@@ -314,11 +314,11 @@ def test_a_registered_optimizer_schedule_and_average_are_used(register_component
     plain = validate(plain).plain()
     assert plain["training"]["optimizer"]["momentum"] == 0.5
     train(plain, "uniform", 0, tmp_path, latents, [0, 2, 4])
-    milestones = [tmp_path / "milestones" / f"{step:07d}" for step in (0, 2, 4)]
+    milestones = [tmp_path / "snapshots" / f"{step:07d}" for step in (0, 2, 4)]
     raw = [(folder / "raw" / WEIGHTS).read_bytes() for folder in milestones]
     assert raw[0] != raw[1] == raw[2]
     assert [(folder / "ema" / WEIGHTS).read_bytes() for folder in milestones] == raw
-    optimizer = load_optimizer_state(milestones[-1], open_milestone(milestones[-1]), torch.device("cpu"))
+    optimizer = load_optimizer_state(milestones[-1], open_snapshot(milestones[-1]), torch.device("cpu"))
     assert set(optimizer["state"][0]) == {"momentum_buffer"}
 
 
@@ -332,7 +332,7 @@ class WeightNormOptions(SnapshotOptions):
 
 
 def measure_norm(options, folder, latents, device):
-    weights = open_milestone(folder).model.weights().values()
+    weights = open_snapshot(folder).model.weights().values()
     return [{"images": options.images, "norm": float(sum(values.square().sum() for values in weights) ** 0.5)}]
 
 
@@ -359,9 +359,9 @@ def test_the_tables_of_registered_analyses_are_written(register_component, laten
     train(config.plain(), "uniform", 0, tmp_path / "methods/uniform/seed0", latents, [0, 20])
     weight_norm, seeds = config.analyses
     for _, _, step in analysed_snapshots(weight_norm, config):
-        milestone = tmp_path / f"methods/uniform/seed0/milestones/{step:07d}"
+        snapshot = tmp_path / f"methods/uniform/seed0/snapshots/{step:07d}"
         out = Path(snapshot_table_path(tmp_path, "weight_norm", "uniform", 0, step))
-        tables.measure_snapshot(weight_norm, milestone, latents, out, torch.device("cpu"))
+        tables.measure_snapshot(weight_norm, snapshot, latents, out, torch.device("cpu"))
     (row,) = tables.build_table(weight_norm, config, tmp_path).to_dict("records")
     assert (row["step"], row["images"]) == (20, 2) and row["norm"] > 0
     assert tables.build_table(seeds, config, tmp_path)["seed"].tolist() == list(config.seeds)
@@ -381,7 +381,7 @@ def test_a_probe_changes_nothing_but_the_log(register_component, latents, tmp_pa
     first = train(probed, "uniform", 0, tmp_path / "a", latents, [0, 4])
     second = train(experiment({"uniform": {}}), "uniform", 0, tmp_path / "b", latents, [0, 4])
     assert all(line["gradient_size"]["largest"] > 0 for line in read_metrics(tmp_path / "a"))
-    weights = [tmp_path / run / "milestones" / "0000004" / "raw" for run in "ab"]
+    weights = [tmp_path / run / "snapshots" / "0000004" / "raw" for run in "ab"]
     assert (weights[0] / WEIGHTS).read_bytes() == (weights[1] / WEIGHTS).read_bytes()
     assert first["identity"] != second["identity"]  # its code runs in the training, so it belongs to the code
 

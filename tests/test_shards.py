@@ -57,7 +57,7 @@ def train_milestones(root: Path, **changes) -> Path:
     out = r / "methods" / "uniform" / "seed0"
     job = ("--config", config, "--method", "uniform", "--seed", 0, "--out", out, "--latents", r / "latents")
     assert kairos("train", *job, "--milestones", 0, 2) == 0
-    return out / "milestones"
+    return out / "snapshots"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def milestones(tmp_path_factory) -> Path:
 
 
 def run_sample(milestones: Path, out: Path, *options, step: int = 2, num: int = NUM) -> int:
-    return kairos("sample", "--milestone", milestones / f"{step:07d}", "--out", out, "--num", num, *options)
+    return kairos("sample", "--snapshot", milestones / f"{step:07d}", "--out", out, "--num", num, *options)
 
 
 def sample_shards(milestones: Path, folder: Path, count: int, *options) -> list[Path]:
@@ -94,7 +94,7 @@ def test_merged_shards_are_the_bytes_of_one_job(milestones, tmp_path, count, lab
 
 
 def test_several_milestones_are_merged_in_one_call(milestones, tmp_path):
-    both = [word for step in (0, 2) for word in ("--milestone", milestones / f"{step:07d}")]
+    both = [word for step in (0, 2) for word in ("--snapshot", milestones / f"{step:07d}")]
     for number in (1, 2):
         outs = [word for step in (0, 2) for word in ("--out", tmp_path / f"{step}.{number}.npz")]
         assert kairos("sample", *both, *outs, "--num", NUM, "--shard", f"{number}of2") == 0
@@ -123,7 +123,7 @@ def replace_shard(path: Path, how: str, milestones: Path, shards: list[Path]) ->
     elif how != "missing":
         options = {"seed": ("--seed", 7), "batch size": ("--batch-size", 50), "sampling": ("--steps", 2)}.get(how, ())
         shard = "2of3" if how == "other number" else "2of2"
-        num, step = 200 if how == "number of images" else NUM, 0 if how == "milestone" else 2
+        num, step = 200 if how == "number of images" else NUM, 0 if how == "snapshot" else 2
         assert run_sample(milestones, path, "--shard", shard, *options, step=step, num=num) == 0
 
 
@@ -138,7 +138,7 @@ def replace_shard(path: Path, how: str, milestones: Path, shards: list[Path]) ->
         ("seed", "seed: got 7, allowed: 0"),
         ("batch size", "shard: got .*'batch_size': 50"),
         ("sampling", "steps: got 2, allowed: 3"),
-        ("milestone", "step: got 0, allowed: 2"),
+        ("snapshot", "step: got 0, allowed: 2"),
         ("number of images", "num: got 200, allowed: 150"),
         ("other number", "belongs to 3 shards, got 2"),
     ],
@@ -280,7 +280,7 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path):
     """An image has 48 KB, so 2,000 more images in memory would be 98 MB."""
     model = {"name": "dit", "patch": 64, "width": 16, "depth": 1, "heads": 1, "conditions": []}
     milestones = train_milestones(tmp_path, model=model, dataset={"color": "rgb", "resolution": 128, "limit": 100})
-    call = ("sample", "--milestone", milestones / "0000000", "--steps", 1, "--batch-size", 32)
+    call = ("sample", "--snapshot", milestones / "0000000", "--steps", 1, "--batch-size", 32)
     merge_options = ("--merge", tmp_path / "1.npz", "--merge", tmp_path / "2.npz")
     few, many, _, _, merged = peaks = peak_memories([
         (*call, "--num", 500, "--out", tmp_path / "few.npz"),

@@ -23,9 +23,9 @@ def latents(tmp_path, monkeypatch):
     monkeypatch.delenv("KAIROS_LOCAL", raising=False)
     folder = make_latents(tmp_path / "shared", count=40)
     for path in (folder, folder.parent / "dataset"):
-        manifest = read_json(path / "manifest.json")
-        files = {name: digest for name, digest in hash_folder(path).items() if name != "manifest.json"}
-        write_record(path / "manifest.json", {**manifest, "files": files})
+        record = read_json(path / "record.json")
+        files = {name: digest for name, digest in hash_folder(path).items() if name != "record.json"}
+        write_record(path / "record.json", {**record, "files": files})
     (tmp_path / "local").mkdir()
     return folder
 
@@ -69,7 +69,7 @@ def test_a_copy_has_the_content_of_the_original(stage, latents, local):
     copy = stage(latents)
     assert copy.is_relative_to(local)
     original, copied = open_latents(latents), open_latents(copy)
-    assert copied.manifest == original.manifest
+    assert copied.record == original.record
     assert (copied.load_x0(np.arange(40)) == original.load_x0(np.arange(40))).all()
     assert (copied.load_conditions(np.arange(40))["class"] == original.load_conditions(np.arange(40))["class"]).all()
     assert not (copy / "mean.npy").is_symlink()
@@ -77,8 +77,8 @@ def test_a_copy_has_the_content_of_the_original(stage, latents, local):
 
 
 def test_for_training_on_pixels_the_data_set_is_copied(stage, latents, local):
-    manifest = read_json(latents / "manifest.json")
-    write_record(latents / "manifest.json", {**manifest, "kind": "pixels", "files": {}})
+    record = read_json(latents / "record.json")
+    write_record(latents / "record.json", {**record, "kind": "pixels", "files": {}})
     copy = stage(latents)
     assert not (copy / "../dataset/images.npy").is_symlink()
     assert (open_latents(copy).dataset.images[:] == open_latents(latents).dataset.images[:]).all()
@@ -102,7 +102,7 @@ def test_a_copy_with_missing_or_truncated_files_is_replaced(stage, latents, loca
     assert stage(latents) == first
     assert (first / "mean.npy").read_bytes() == (latents / "mean.npy").read_bytes()
     os.truncate(first / "mean.npy", 100)
-    (first / "../dataset/manifest.json").unlink()
+    (first / "../dataset/record.json").unlink()
     stage(latents)
     assert (open_latents(first).load_x0(np.arange(40)) == open_latents(latents).load_x0(np.arange(40))).all()
 
@@ -111,9 +111,9 @@ def test_latents_with_other_content_get_another_copy(stage, latents, local):
     first = stage(latents)
     mean = np.load(latents / "mean.npy")
     np.save(latents / "mean.npy", mean + 1)
-    manifest = read_json(latents / "manifest.json")
-    files = {**manifest["files"], "mean.npy": hash_folder(latents)["mean.npy"]}
-    write_record(latents / "manifest.json", {**manifest, "files": files})
+    record = read_json(latents / "record.json")
+    files = {**record["files"], "mean.npy": hash_folder(latents)["mean.npy"]}
+    write_record(latents / "record.json", {**record, "files": files})
     second = stage(latents)
     assert second != first
     assert (np.load(second / "mean.npy") == mean + 1).all()
@@ -163,8 +163,8 @@ def test_the_next_job_to_end_deletes_the_copy_of_a_killed_job(latents, local):
     killed.kill()
     killed.communicate()
     assert list(local.rglob("mean.npy"))
-    manifest = read_json(latents / "manifest.json")
-    write_record(latents / "manifest.json", {**manifest, "note": "of another experiment"})
+    record = read_json(latents / "record.json")
+    write_record(latents / "record.json", {**record, "note": "of another experiment"})
     with staged(latents):
         assert len(list(local.rglob("mean.npy"))) == 2
     assert not list(local.rglob("*.npy"))

@@ -86,9 +86,9 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
     write_progress("adaptive", 200).write_end("complete")
     write_json(RESULTS / "methods/adaptive/seed0/training.json", {"steps": 200})
     write_progress("log_normal", 100, last_step=100).write_end("complete")  # the first of two segments
-    write_log("train_beta_seed0.log", "kairos: latents/manifest.json is missing\n\n")
+    write_log("train_beta_seed0.log", "kairos: latents/record.json is missing\n\n")
     write_log("train_mode_seed0.log", "")  # Snakemake creates the log and the folders of outputs before the job
-    (RESULTS / "methods/mode/seed0/milestones/0000200").mkdir(parents=True)
+    (RESULTS / "methods/mode/seed0/snapshots/0000200").mkdir(parents=True)
     (RESULTS / "methods/mode/seed0/evaluation").mkdir()
     (RESULTS / "methods/mode/seed0/evaluation/0000200-old.json").write_text("{}")  # a user's copy: its name is no step
 
@@ -106,7 +106,7 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
         "mode": ("starting", 0, 200),
     }
     assert runs["min_snr"].logs == ("results/many/logs/train_min_snr_seed0_1.log",)
-    assert runs["beta"].note == "kairos: latents/manifest.json is missing"
+    assert runs["beta"].note == "kairos: latents/record.json is missing"
     assert "no process holds its lock" in runs["p2"].note
 
     text = capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
 
 def test_the_progress_or_error_of_a_stage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     write_log("prepare.log", "complete\n")
-    write_record(RESULTS / "dataset/manifest.json", {})
+    write_record(RESULTS / "dataset/record.json", {})
     write_log("extractor.log", "interrupted\n")
     os.utime(RESULTS / "logs/extractor.log", (0, 0))
     write_log("encode.log", "encode: 64 of 90 images\nkairos: dataset: a.png is broken\n  b.png is broken\n")
@@ -151,7 +151,7 @@ def test_rate_and_remaining_time_of_a_running_run(monkeypatch: pytest.MonkeyPatc
 def test_a_job_in_the_queue_takes_precedence_over_the_progress_file() -> None:
     write_progress("uniform", 50)  # its process ended, and SLURM queued the job again
     write_json(
-        ".kairos/jobs/many/18.json", {"outputs": ["results/many/methods/p2/seed0/milestones/0000100/milestone.json"]}
+        ".kairos/jobs/many/18.json", {"outputs": ["results/many/methods/p2/seed0/snapshots/0000100/snapshot.json"]}
     )
     write_json(".kairos/jobs/many/19.json", {"outputs": ["results/many/methods/p2/seed0/samples/0000100.npz"]})
     lines = (
@@ -235,7 +235,7 @@ def test_a_thousand_training_runs_are_read_with_few_operations() -> None:
             (training / ".state/lock").touch()
             ProgressFile(training / ".state", 200).update(100, 10.0)
             for step in ("0000000", "0000100"):
-                (training / "milestones" / step).mkdir(parents=True)
+                (training / "snapshots" / step).mkdir(parents=True)
     result = subprocess.run([sys.executable, "-c", COUNT_OPENED_FILES], capture_output=True, text=True, check=True)
     assert "1000 training runs: 1000 dead" in result.stdout
     *_, opened, modules = result.stdout.splitlines()
@@ -255,13 +255,13 @@ def test_states_of_earlier_settings_are_listed_and_deleted_on_request(capsys: py
     kept = train(now, "uniform", 0, Path("results/case/methods/uniform/seed0"), latents, [0, 2])["identity"][:16]
     file = write_case(Path("case.yaml"), now)
     states = set(Path("results/case").glob("methods/*/seed?/.state/" + "?" * 16))
-    outputs = hash_folder(Path("results/case/methods/uniform/seed0/milestones"))
+    outputs = hash_folder(Path("results/case/methods/uniform/seed0/snapshots"))
     assert len(states) == 4
     (Path("results/case/methods/uniform/seed0/.state") / ("0" * 15)).mkdir()  # no state: an identity has 16 digits
 
-    (Path("results/case/latents/manifest.json")).rename("manifest.json")
+    (Path("results/case/latents/record.json")).rename("record.json")
     assert "earlier settings" not in show_status(capsys, file)  # the data of the experiment are unknown
-    Path("manifest.json").rename("results/case/latents/manifest.json")
+    Path("record.json").rename("results/case/latents/record.json")
     with locked(Path("results/case/methods/p2/seed0/.state/lock")):
         output = show_status(capsys, file)
         pattern = r"\n2 states of earlier settings, [\d.]+ MB: kairos status case.yaml --remove-uncl"
@@ -272,7 +272,7 @@ def test_states_of_earlier_settings_are_listed_and_deleted_on_request(capsys: py
     assert "\n1 state of earlier settings, " in show_status(capsys, file, "--remove-unclaimed")
     assert [path.name for path in Path("results/case").glob("methods/*/seed?/.state/" + "?" * 16)] == [kept]
     assert "earlier settings" not in show_status(capsys, file)
-    assert hash_folder(Path("results/case/methods/uniform/seed0/milestones")) == outputs
+    assert hash_folder(Path("results/case/methods/uniform/seed0/snapshots")) == outputs
     assert train(now, "uniform", 0, Path("results/case/methods/uniform/seed0"), latents, [0, 2])["steps_run"] == 0
 
     assert main(["status", str(file), "--remove-unclaimed", "--serve"]) == 2  # a page deletes nothing

@@ -37,11 +37,11 @@ def checkpoint_at_30(folder: Path) -> Path:
 @pytest.mark.parametrize("method", ["adaptive", "smoothed"])
 def test_the_recorded_table_of_a_snapshot_is_shown(kairos_strategies, trained, method):
     folder = trained[method]
-    last = folder / "milestones" / "0000040"
+    last = folder / "snapshots" / "0000040"
     written = (last / "strategy.csv").read_text()
     for path in (folder, last, folder / "checkpoint.pt"):
         assert kairos_strategies("show", "--checkpoint", path, "--format", "csv") == (0, written, "")
-    first = kairos_strategies("show", "--checkpoint", folder / "milestones" / "0000000", "--format", "csv")[1]
+    first = kairos_strategies("show", "--checkpoint", folder / "snapshots" / "0000000", "--format", "csv")[1]
     before, after = parse_strategy_csv(first), parse_strategy_csv(written)
     assert abs(before["p"] - after["p"]).sum() > 0.01
     _, out, _ = kairos_strategies("show", "--checkpoint", folder)
@@ -62,7 +62,7 @@ def test_a_checkpoint_between_snapshots_is_loaded(kairos_strategies, trained):
     )
     strategy.load_state_dict(checkpoint.read(path)["strategy"])
     assert all(np.array_equal(columns[name], column) for name, column in strategy.table().items())
-    at_end = parse_strategy_csv((trained["smoothed"] / "milestones" / "0000040" / "strategy.csv").read_text())
+    at_end = parse_strategy_csv((trained["smoothed"] / "snapshots" / "0000040" / "strategy.csv").read_text())
     assert (columns["p"] != at_end["p"]).any() and (columns["w"] != at_end["w"]).any()
     assert np.ptp(columns["p"]) > 0
 
@@ -95,7 +95,7 @@ def test_snapshots_and_checkpoints_of_any_process_are_shown(kairos_strategies, c
     latents = make_latents(tmp_path / "data")
     train(plain, "method", 0, tmp_path / "trained", latents, [0, 40])
     capsys.readouterr()
-    written = (tmp_path / "trained" / "milestones" / "0000040" / "strategy.csv").read_text()
+    written = (tmp_path / "trained" / "snapshots" / "0000040" / "strategy.csv").read_text()
     assert kairos_strategies("show", "--checkpoint", tmp_path / "trained", "--format", "csv") == (0, written, "")
     status, out, err = kairos_strategies("show", "--checkpoint", checkpoint_at_30(tmp_path / "trained"))
     assert (status, err) == (0, "") and "after 30 steps" in out and f"process    {process}: " in out and words in out
@@ -105,7 +105,7 @@ def test_snapshots_and_checkpoints_of_any_process_are_shown(kairos_strategies, c
 
 
 def test_damaged_and_missing_checkpoints_are_rejected(kairos_strategies, trained, tmp_path):
-    copy = shutil.copytree(trained["adaptive"] / "milestones" / "0000040", tmp_path / "copy")
+    copy = shutil.copytree(trained["adaptive"] / "snapshots" / "0000040", tmp_path / "copy")
     table_file = copy / "strategy.csv"
     table_file.write_text(table_file.read_text().replace("\n1,", "\n1,1"))
     (tmp_path / "text.pt").write_text("no checkpoint")

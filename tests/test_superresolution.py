@@ -89,7 +89,7 @@ def test_low_resolution_images_in_pixels_are_reduced_flipped_images(encoded):
 def test_low_resolution_images_in_latents_are_encoded_reduced_images(encoded):
     latents, codec = open_latents(encoded / "latents"), load_codec(encoded / "latents-ae")
     assert latents.condition_kinds["low_resolution"]["shape"] == list(latents.shape) == [4, 8, 8]
-    assert {"low_mean.npy", "low_mean_flipped.npy"} <= set(latents.manifest["files"])
+    assert {"low_mean.npy", "low_mean_flipped.npy"} <= set(latents.record["files"])
     images = latents.dataset.load_tensor([3, 4])
     images[0] = images[0].flip(2)
     expected = codec.to_model_space(codec.encode(reduce_resolution(images, 4))[0])
@@ -113,7 +113,7 @@ def test_merged_shards_equal_one_job(encoded, tmp_path):
     for k, shard in enumerate(shards, 1):
         encode(dataset, codec, shard, True, 4, Shard(k, 2), factor=4)
     merged = encode(dataset, codec, tmp_path / "merged", True, 4, shard_folders=shards, factor=4)
-    assert merged["files"] == read_json(encoded / "latents" / "manifest.json")["files"]
+    assert merged["files"] == read_json(encoded / "latents" / "record.json")["files"]
     with pytest.raises(KairosError):
         encode(dataset, codec, tmp_path / "other", True, 4, shard_folders=shards, factor=2)
 
@@ -295,7 +295,7 @@ def test_super_resolution_of_cifar10_in_pixels(tmp_path, monkeypatch):
 
     other = run / "other.npz"  # the samples of another snapshot
     write_samples(other, samples.images[:], {**samples.protocol, "step": 0})
-    evaluated = ["--milestone", run / "milestones" / "0000020", "--samples", other, "--out", tmp_path / "x.json"]
+    evaluated = ["--snapshot", run / "snapshots" / "0000020", "--samples", other, "--out", tmp_path / "x.json"]
     arguments = ["evaluate", *evaluated, "--reference", tmp_path / "results" / "sr" / "reference"]
     assert main([str(argument) for argument in arguments]) != 0
 
@@ -317,6 +317,6 @@ def test_super_resolution_of_coco_in_latents(tmp_path, monkeypatch):
     latents = open_latents(tmp_path / "results" / "sr" / "latents")
     assert set(latents.moments) == {"mean", "low_mean", "mean_flipped", "low_mean_flipped"}
     record = read_json(
-        tmp_path / "results" / "sr" / "methods" / "uniform" / "seed0" / "milestones" / "0000020" / "milestone.json"
+        tmp_path / "results" / "sr" / "methods" / "uniform" / "seed0" / "snapshots" / "0000020" / "snapshot.json"
     )
     assert record["conditions"] == {"low_resolution": {"kind": "image", "shape": [4, 4, 4], "factor": 4}}

@@ -58,9 +58,9 @@ def _png(seed: int) -> bytes:
 def test_images_and_labels_of_parquet_files_are_read_in_order(tmp_path, hub_cache):
     write_parquet(tmp_path / "one.parquet", 5)
     write_parquet(tmp_path / "two.parquet", 3)
-    manifest = prepare(config(source="parquet", path=str(tmp_path / "*.parquet")), tmp_path / "out")
+    record = prepare(config(source="parquet", path=str(tmp_path / "*.parquet")), tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
-    assert manifest["classes"] == ["no", "yes"]
+    assert record["classes"] == ["no", "yes"]
     assert list(dataset.labels) == [0, 1, 0, 1, 0, 0, 1, 0]
     for row, seed in enumerate([0, 1, 2, 3, 4, 0, 1, 2]):
         assert np.array_equal(dataset.images[row], np.asarray(random_image(seed)))
@@ -89,8 +89,8 @@ def test_a_broken_row_of_a_parquet_file_is_reported_or_skipped(tmp_path, hub_cac
     both = config(source="parquet", path=str(tmp_path / "*.parquet"))
     with pytest.raises(KairosError, match=r"row 2 of two\.parquet is broken"):
         prepare(both, tmp_path / "out")
-    manifest = prepare(both.model_copy(update={"broken": "skip"}), tmp_path / "out")
-    assert manifest["skipped"] == ["row 2 of two.parquet"] and manifest["count"] == 8
+    record = prepare(both.model_copy(update={"broken": "skip"}), tmp_path / "out")
+    assert record["skipped"] == ["row 2 of two.parquet"] and record["count"] == 8
 
 
 def test_parquet_files_and_columns_that_cannot_be_used_are_rejected(tmp_path, hub_cache):
@@ -140,14 +140,14 @@ def test_the_hub_without_network_gives_an_error_with_advice(tmp_path, hub_cache,
 @pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="CIFAR-10 is not in ../shared/data")
 def test_cifar10_is_prepared_with_its_classes_and_channel_means(tmp_path, hub_cache):
     path = str(SHARED / "cifar10" / "*.parquet")
-    manifest = prepare(config(source="parquet", path=path, limit=500), tmp_path)
-    assert (manifest["count"], manifest["height"], manifest["channels"]) == (500, 32, 3)
-    assert manifest["classes"][3] == "cat" and manifest["conditions"]["class"]["num_classes"] == 10
-    assert manifest["channel_mean"] == pytest.approx([0.4914, 0.4822, 0.4465], abs=0.02)
+    record = prepare(config(source="parquet", path=path, limit=500), tmp_path)
+    assert (record["count"], record["height"], record["channels"]) == (500, 32, 3)
+    assert record["classes"][3] == "cat" and record["conditions"]["class"]["num_classes"] == 10
+    assert record["channel_mean"] == pytest.approx([0.4914, 0.4822, 0.4465], abs=0.02)
 
 
 @pytest.mark.skipif(not (SHARED / "fashion_mnist").is_dir(), reason="Fashion-MNIST is not in ../shared/data")
 def test_fashion_mnist_is_prepared_at_another_resolution(tmp_path, hub_cache):
     path = str(SHARED / "fashion_mnist" / "test-*.parquet")
-    manifest = prepare(config(source="parquet", path=path, limit=500, color="grey", resolution=32), tmp_path)
-    assert (manifest["count"], manifest["height"], manifest["channels"]) == (500, 32, 1)
+    record = prepare(config(source="parquet", path=path, limit=500, color="grey", resolution=32), tmp_path)
+    assert (record["count"], record["height"], record["channels"]) == (500, 32, 1)

@@ -81,8 +81,8 @@ def test_coco_captions_are_matched_by_file_name(tmp_path, capsys, store):
     captions = {"a.png": ["One.", " zwei ü "], "d.png": ["three"], "b.png": ["", "four"], "x.png": ["gone", "too"]}
     file = write_captions(tmp_path / "captions.json", captions)
     settings = {"source": "folder", "path": str(images), "captions": file, "heldout": 0.3, "store": store}
-    manifest = prepare(DatasetConfig(**settings), tmp_path / "out")
-    assert manifest["captions"] == {"count": 4, "images_without": 1, "captions_without": 2}
+    record = prepare(DatasetConfig(**settings), tmp_path / "out")
+    assert record["captions"] == {"count": 4, "images_without": 1, "captions_without": 2}
     assert (
         "1 of 4 images have no caption (the first: c.png), 2 captions no image; they are left out"
         in capsys.readouterr().err
@@ -228,12 +228,12 @@ def test_encoded_captions_equal_those_of_transformers(encoder, captioned, tmp_pa
     ids = tokenizer(["A photo of  cat"])["input_ids"]
     words = ["<|startoftext|>", "a</w>", "photo</w>", "of</w>", "cat</w>", "<|endoftext|>"]
     assert tokenizer.convert_ids_to_tokens(ids[0]) == words
-    manifest = encode_captions(
+    record = encode_captions(
         TextEncoderConfig(path=str(encoder)).resolve_auto("tokens"), dataset, tmp_path / "tokens", CPU
     )
-    description = {"kind": "text", "shape": [77, 32], "null": "empty", "encoder": manifest["condition"]["encoder"]}
-    assert manifest["condition"] == description and len(description["encoder"]) == 64
-    assert (manifest["count"], manifest["truncated"], manifest["longest"]) == (60, 1, 102)
+    description = {"kind": "text", "shape": [77, 32], "null": "empty", "encoder": record["condition"]["encoder"]}
+    assert record["condition"] == description and len(description["encoder"]) == 64
+    assert (record["count"], record["truncated"], record["longest"]) == (60, 1, 102)
     assert "1 of 60 captions have more than 77 tokens and are cut off" in capsys.readouterr().err
     text = open_encoded_captions(tmp_path / "tokens", dataset)
     for number in (0, 1, 9, 59):
@@ -243,8 +243,8 @@ def test_encoded_captions_equal_those_of_transformers(encoder, captioned, tmp_pa
             expected = model(input_ids=tokens["input_ids"])
         assert torch.allclose(torch.from_numpy(text.states[number]), expected.last_hidden_state[0], atol=1e-5)
     pooled = TextEncoderConfig(path=str(encoder), dtype="float16").resolve_auto("pooled")
-    manifest = encode_captions(pooled, dataset, tmp_path / "pooled", CPU)
-    assert manifest["condition"] == {**description, "shape": [32], "null": "random"}
+    record = encode_captions(pooled, dataset, tmp_path / "pooled", CPU)
+    assert record["condition"] == {**description, "shape": [32], "null": "random"}
     text = open_encoded_captions(tmp_path / "pooled", dataset)
     assert text.states.dtype == np.float16
     assert np.allclose(text.states[59], expected.pooler_output[0], atol=2e-3)
@@ -345,7 +345,7 @@ def test_killed_and_resumed_encoding_gives_equal_bits(encoder, captioned, tmp_pa
         open_encoded_captions(tmp_path / "killed", dataset)
     assert encode_captions(config, dataset, tmp_path / "killed", CPU) == whole
     assert "text: resumes after caption 32" in capsys.readouterr().err
-    assert sorted(file.name for file in (tmp_path / "killed").iterdir()) == ["empty.npy", "manifest.json", "states.npy"]
+    assert sorted(file.name for file in (tmp_path / "killed").iterdir()) == ["empty.npy", "record.json", "states.npy"]
     other = encode_captions(config.model_copy(update={"length": 20}), dataset, tmp_path / "other", CPU)
     assert other["content_sha256"] != whole["content_sha256"]
 
@@ -426,9 +426,9 @@ def test_the_pipeline_leads_from_captioned_images_to_a_clip_score(
     assert f"255 encoded captions, each of shape {'×'.join(map(str, shape))}" in run("text", "--config", "e.yaml")
     run("encode", "--config", "e.yaml")
     results = Path("results/coco")
-    manifest = read_record(results / "latents/manifest.json")
-    assert (manifest["text"], manifest["conditions"]["text"]["shape"]) == ("../text", shape)
-    assert manifest["text_sha256"] == read_record(results / "text/manifest.json")["content_sha256"]
+    record = read_record(results / "latents/record.json")
+    assert (record["text"], record["conditions"]["text"]["shape"]) == ("../text", shape)
+    assert record["text_sha256"] == read_record(results / "text/record.json")["content_sha256"]
     assert main(["plan", "e.yaml"]) == 0
     assert "text" in capsys.readouterr().out
 
@@ -444,19 +444,19 @@ def test_the_pipeline_leads_from_captioned_images_to_a_clip_score(
     )
     assert whole == parts  # bit for bit, metrics included
 
-    milestone = results / "methods/speed/seed0/milestones/0000020"
-    assert read_record(milestone / "milestone.json")["conditions"]["text"] == manifest["conditions"]["text"]
+    snapshot = results / "methods/speed/seed0/snapshots/0000020"
+    assert read_record(snapshot / "snapshot.json")["conditions"]["text"] == record["conditions"]["text"]
     whole_file = Path("whole.npz")
-    run("sample", "--milestone", milestone, "--out", whole_file, "--num", 30, "--seed", 1)
+    run("sample", "--snapshot", snapshot, "--out", whole_file, "--num", 30, "--seed", 1)
     samples, dataset = open_samples(whole_file), latents.dataset
     texts = [text.decode() for text in samples.conditions["text"][:].tolist()]
     heldout = captions_of(dataset, dataset.heldout)
     assert texts == [*(captions[0] for captions in heldout), *(captions[1] for captions in heldout[:5])]
     shards = [Path(f"shard{number}.npz") for number in (1, 2)]
     for number, shard in enumerate(shards, 1):
-        run("sample", "--milestone", milestone, "--out", shard, "--num", 30, "--seed", 1, "--shard", f"{number}of2")
+        run("sample", "--snapshot", snapshot, "--out", shard, "--num", 30, "--seed", 1, "--shard", f"{number}of2")
     merge_options = [argument for shard in shards for argument in ("--merge", shard)]
-    run("sample", "--milestone", milestone, "--out", "merged.npz", "--num", 30, "--seed", 1, *merge_options)
+    run("sample", "--snapshot", snapshot, "--out", "merged.npz", "--num", 30, "--seed", 1, *merge_options)
     assert Path("merged.npz").read_bytes() == whole_file.read_bytes()
 
     folders = [argument for name in ("autoencoder", "latents") for argument in (f"--{name}", results / name)]
@@ -467,15 +467,15 @@ def test_the_pipeline_leads_from_captioned_images_to_a_clip_score(
         "evaluate",
         "--samples",
         whole_file,
-        "--milestone",
-        milestone,
+        "--snapshot",
+        snapshot,
         "--reference",
         results / "reference",
         "--out",
         "s.json",
     )
     evaluation = read_record(Path("s.json"))
-    rows = read_record(results / "reference/reference.json")["rows"]
+    rows = read_record(results / "reference/record.json")["rows"]
     assert -100 <= evaluation["metrics"]["clip_score"] <= 100
     assert [name for name in rows if "clip_score" in rows[name]] == ["floor", "reconstruction"]
     assert np.isfinite(evaluation["validation"]["loss_epsilon"])
@@ -489,10 +489,10 @@ def test_the_seed_determines_the_caption_of_each_visit(encoder, captioned, tmp_p
     from kairos.autoencoders.encode import encode
     from kairos.data.batches import Batches
 
-    dataset, manifest = open_dataset(captioned), {"kind": "none", "sha256": "pixels"}
+    dataset, record = open_dataset(captioned), {"kind": "none", "sha256": "pixels"}
     encode_captions(TextEncoderConfig(path=str(encoder)).resolve_auto("pooled"), dataset, tmp_path / "text", CPU)
     shapes = {name: list(dataset.shape) for name in ("image_shape", "latent_shape")}
-    codec = Codec({**manifest, **shapes, "scaling_factor": 1.0, "shift_factor": 0.0}, CPU)
+    codec = Codec({**record, **shapes, "scaling_factor": 1.0, "shift_factor": 0.0}, CPU)
     encode(dataset, codec, tmp_path / "latents", False, 16, text=tmp_path / "text")
     latents = open_latents(tmp_path / "latents")
 
@@ -514,8 +514,8 @@ def test_the_seed_determines_the_caption_of_each_visit(encoder, captioned, tmp_p
         assert local.is_relative_to(tmp_path / "local") and (local / "../text/states.npy").is_file()
         copied = next(Batches(open_latents(local), 0, 32, range(32), ("text",)).steps(5, 6))
     assert torch.equal(copied.conditions["text"], whole)
-    manifest = tmp_path / "text/manifest.json"
-    write_record(manifest, {**read_record(manifest), "content_sha256": "other"})
+    record = tmp_path / "text/record.json"
+    write_record(record, {**read_record(record), "content_sha256": "other"})
     with pytest.raises(KairosError, match="other texts"):
         open_latents(tmp_path / "latents")
 

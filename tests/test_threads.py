@@ -182,8 +182,8 @@ def test_a_broken_image_is_reported_or_skipped_with_any_number_of_threads(
         messages.add(str(error.value))
         with pytest.raises(KairosError, match="not complete"):
             open_dataset(tmp_path / "out")
-        manifest = prepare(section.model_copy(update={"broken": "skip"}), tmp_path / "out")
-        skipped.append((manifest["skipped"], manifest["count"], manifest["files"]))
+        record = prepare(section.model_copy(update={"broken": "skip"}), tmp_path / "out")
+        skipped.append((record["skipped"], record["count"], record["files"]))
     assert len(messages) == 1 and "17" in messages.pop()
     assert skipped[0] == skipped[1] == skipped[2] and len(skipped[0][0]) == 1 and skipped[0][1] == 29
 

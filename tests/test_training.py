@@ -19,7 +19,7 @@ from kairos.config import validate
 from kairos.data.batches import Batch, Batches
 from kairos.data.latents import open_latents
 from kairos.files import DamagedError, read_json, sha256_bytes, write_text
-from kairos.milestones import check_milestone, open_milestone
+from kairos.snapshots import check_snapshot, open_snapshot
 from kairos.training import checkpoint, loop
 from kairos.training.job import StoppedEarly, StopRequest
 from kairos.training.provenance import changes_bits, describe_environment
@@ -66,16 +66,16 @@ def test_outputs_of_a_training_run_are_complete(finished):
     assert set(lines[0]) == {"step", "images", "loss", "mse", "lr", "grad_norm", "sampler"}
     assert lines[0]["lr"] == pytest.approx(2e-4) and lines[-1]["lr"] == 1e-3
     for step in (0, 20, 40):
-        record = check_milestone(finished / "milestones" / f"{step:07d}")
+        record = check_snapshot(finished / "snapshots" / f"{step:07d}")
         assert record["step"] == step and record["config"]["experiment"] == "case"
-    assert read_json(finished / "milestones" / "0000000" / "milestone.json")["strategy"]["tv_from_start"] == 0
-    assert read_json(finished / "milestones" / "0000040" / "milestone.json")["strategy"]["tv_from_start"] > 0
+    assert read_json(finished / "snapshots" / "0000000" / "snapshot.json")["strategy"]["tv_from_start"] == 0
+    assert read_json(finished / "snapshots" / "0000040" / "snapshot.json")["strategy"]["tv_from_start"] > 0
 
 
 def test_two_training_runs_are_equal_to_the_last_byte(finished, latents, tmp_path):
     train(experiment(), "adaptive", 0, tmp_path / "run", latents, [0, 20, 40])
     assert components(tmp_path / "run") == components(finished)
-    for name in ("checkpoint.pt", "metrics.jsonl", "training.json", "milestones/0000040/milestone.json"):
+    for name in ("checkpoint.pt", "metrics.jsonl", "training.json", "snapshots/0000040/snapshot.json"):
         assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes(), name
 
 
@@ -89,28 +89,28 @@ def test_segments_equal_one_training_run(half, finished, latents, tmp_path):
 
 def test_raising_the_last_milestone_computes_only_the_new_steps(half, finished, latents, tmp_path):
     out = shutil.copytree(half, tmp_path / "run")
-    shutil.rmtree(out / "milestones")  # DVC and Snakemake do so before they rerun a job
+    shutil.rmtree(out / "snapshots")  # DVC and Snakemake do so before they rerun a job
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 20
-    assert components(out) == components(finished) and check_milestone(out / "milestones" / "0000020")
+    assert components(out) == components(finished) and check_snapshot(out / "snapshots" / "0000020")
 
 
 def test_a_first_segment_is_published_again_without_its_checkpoint(finished, latents, tmp_path):
     out = tmp_path / "run"
-    train(experiment(), "adaptive", 0, out, latents, [0, 10], milestones_only=True)
+    train(experiment(), "adaptive", 0, out, latents, [0, 10], snapshots_only=True)
     train(experiment(), "adaptive", 0, out, latents, [30])  # keeps two checkpoints: 20 and 30
-    shutil.rmtree(out / "milestones")
-    assert train(experiment(), "adaptive", 0, out, latents, [0, 10], milestones_only=True)["steps_run"] == 0
-    assert check_milestone(out / "milestones" / "0000010")
+    shutil.rmtree(out / "snapshots")
+    assert train(experiment(), "adaptive", 0, out, latents, [0, 10], snapshots_only=True)["steps_run"] == 0
+    assert check_snapshot(out / "snapshots" / "0000010")
     assert train(experiment(), "adaptive", 0, out, latents, [40])["steps_run"] == 10
     assert components(out) == components(finished)
 
 
 def test_a_finished_run_without_a_published_record_computes_nothing_again(finished, latents, tmp_path):
     out = shutil.copytree(finished, tmp_path / "run")
-    shutil.rmtree(out / "milestones")
+    shutil.rmtree(out / "snapshots")
     (out / "training.json").unlink()
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 0
-    assert components(out) == components(finished) and check_milestone(out / "milestones" / "0000040")
+    assert components(out) == components(finished) and check_snapshot(out / "snapshots" / "0000040")
 
 
 @pytest.mark.parametrize("length", mark_long([30, 10], [30]))
@@ -122,7 +122,7 @@ def test_lowering_the_last_milestone_gives_the_shorter_run(finished, latents, tm
     train(experiment(), "adaptive", 0, longer, latents, [0, length])
     for name in ("checkpoint.pt", "metrics.jsonl", "training.json"):
         assert (longer / name).read_bytes() == (shorter / name).read_bytes()
-    records = [check_milestone(out / f"milestones/{length:07d}") for out in (longer, shorter)]
+    records = [check_snapshot(out / f"snapshots/{length:07d}") for out in (longer, shorter)]
     assert records[0]["files"] == records[1]["files"] != {}
 
 
@@ -266,13 +266,13 @@ def test_a_non_finite_loss_stops_at_once_and_keeps_the_last_good_state(latents, 
     wild = experiment({"uniform": {}}, training__optimizer={"lr": 1e30, "warmup_steps": 0, "grad_clip": None})
     with pytest.raises(KairosError, match=r"step \d+: loss .* not finite"):
         train(wild, "uniform", 0, out, latents, [0, 20])
-    assert check_milestone(out / "milestones" / "0000020")
+    assert check_snapshot(out / "snapshots" / "0000020")
 
 
 def test_a_snapshot_opens_and_a_damaged_one_is_rejected(finished, tmp_path):
     folder = tmp_path / "0000040"
-    shutil.copytree(finished / "milestones" / "0000040", folder)
-    models = {weights: open_milestone(folder, weights).model for weights in ("ema", "raw")}
+    shutil.copytree(finished / "snapshots" / "0000040", folder)
+    models = {weights: open_snapshot(folder, weights).model for weights in ("ema", "raw")}
     x, t = torch.randn(2, 4, 4, 4), torch.tensor([3, 50])
     assert not torch.equal(models["ema"](x, t, {}), models["raw"](x, t, {}))
     path = folder / "ema" / "diffusion_pytorch_model.safetensors"
@@ -280,15 +280,15 @@ def test_a_snapshot_opens_and_a_damaged_one_is_rejected(finished, tmp_path):
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(DamagedError, match="does not match"):
-        open_milestone(folder)
+        open_snapshot(folder)
     with pytest.raises(KairosError, match="does not exist; make it with: kairos train"):
-        open_milestone(tmp_path / "nothing")
+        open_snapshot(tmp_path / "nothing")
 
 
 def test_verify_prints_components_and_finds_damage(finished, tmp_path, capsys):
     assert main(["verify", str(finished)]) == 0
     assert dict(line.split() for line in capsys.readouterr().out.splitlines()) == components(finished)
-    for name in ("checkpoint.pt", "metrics.jsonl", "milestones/0000020/raw/config.json"):
+    for name in ("checkpoint.pt", "metrics.jsonl", "snapshots/0000020/raw/config.json"):
         copy = tmp_path / "copy"
         shutil.copytree(finished, copy, ignore=shutil.ignore_patterns(".state"))
         content = bytearray((copy / name).read_bytes())
@@ -333,12 +333,12 @@ def test_a_run_resumes_under_other_versions_only_if_they_are_accepted(latents, t
     assert read_json(out / "training.json")["provenance"]["torch"] == "2.0.1"
     config = write_experiment(tmp_path / "x.yaml", plain)
     assert main(train_command(config, "uniform", out, latents, "--accept-versions")[3:]) == 0
-    for record in (out / "training.json", out / "milestones/0000040/milestone.json"):
+    for record in (out / "training.json", out / "snapshots/0000040/snapshot.json"):
         provenance = read_json(record)["provenance"]
         earlier = [(versions["torch"], versions["steps"]) for versions in provenance["resumed_under"]]
         assert provenance["torch"] == here and earlier == [("2.0.1", 20)]
         assert not provenance["rerun_is_bit_exact"] and "torch 2.0.1" in provenance["inexact_because"][0]
-    assert read_json(out / "milestones/0000020/milestone.json")["provenance"]["resumed_under"] == []
+    assert read_json(out / "snapshots/0000020/snapshot.json")["provenance"]["resumed_under"] == []
     raised = experiment({"uniform": {}}, training__milestones=[20, 40, 41])
     train(raised, "uniform", 0, out, latents, [0, 20, 40, 41])  # the checkpoint now has the present versions
     assert len(read_json(out / "training.json")["provenance"]["resumed_under"]) == 1
@@ -481,7 +481,7 @@ def test_interrupted_runs_of_many_strategies_resume_exactly(
 def test_provenance_records_settings_that_are_not_exact(latents, tmp_path, monkeypatch, setting, reason):
     monkeypatch.setattr(torch, "compile", lambda model: model)  # the test needs only the setting
     train(experiment({"uniform": {}}, **setting), "uniform", 0, tmp_path, latents, [0, 1])
-    for record in (tmp_path / "training.json", tmp_path / "milestones/0000001/milestone.json"):
+    for record in (tmp_path / "training.json", tmp_path / "snapshots/0000001/snapshot.json"):
         provenance = read_json(record)["provenance"]
         assert provenance["rerun_is_bit_exact"] is (reason is None)
         assert (provenance["bit_exact_on"] is None) is (reason is not None)
@@ -497,12 +497,12 @@ def test_a_resume_on_another_kind_of_cpu_is_not_bit_exact(latents, tmp_path, mon
         train(plain, "uniform", 0, out, latents, [0, last])
     monkeypatch.undo()
     assert train(plain, "uniform", 0, out, latents, [0, 4])["steps_run"] == 0
-    for record in (out / "training.json", out / "milestones/0000004/milestone.json"):
+    for record in (out / "training.json", out / "snapshots/0000004/snapshot.json"):
         provenance = read_json(record)["provenance"]
         assert not provenance["rerun_is_bit_exact"] and provenance["bit_exact_on"] is None
         assert "step 2 on CPU of the first node" in provenance["inexact_because"][0]
         assert provenance["device"].startswith("CPU of the second node")
-    first = read_json(out / "milestones/0000002/milestone.json")["provenance"]
+    first = read_json(out / "snapshots/0000002/snapshot.json")["provenance"]
     assert first["rerun_is_bit_exact"] and first["bit_exact_on"].startswith("CPU of the first node")
 
 

@@ -561,4 +561,4 @@ def test_training_updates_every_parameter(name, sampler, latents, tmp_path):
 def load_weights(folder, step):
     from safetensors.torch import load_file
 
-    return load_file(folder / "milestones" / f"{step:07d}" / "raw" / "diffusion_pytorch_model.safetensors")
+    return load_file(folder / "snapshots" / f"{step:07d}" / "raw" / "diffusion_pytorch_model.safetensors")

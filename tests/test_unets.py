@@ -167,12 +167,12 @@ def test_published_files_are_imported_as_snapshots(system, tmp_path):
     line = ["--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "out"), "--shape", "3,8,8"]
     assert main(["import-weights", str(tmp_path / "published.pt"), *line, "--classes", "10"]) == 0
     network = model, (3, 8, 8), CLASSES if system == "ADM" else {}
-    milestone = load_model(tmp_path / "out" / "ema", *network)
+    snapshot = load_model(tmp_path / "out" / "ema", *network)
     x, t, y = torch.randn(2, 3, 8, 8), torch.tensor([0, 999]), torch.tensor([0, 9])
     with torch.no_grad():
         conditions, labels = ({"class": y}, y) if system == "ADM" else ({}, None)
         expected = ddpm_torch(ddpm, x, t, 2, 1, 8) if system == "ddpm-torch" else reference(x, t, labels)
-        assert (milestone(x, t, conditions) - expected).abs().max() < 2e-6 * expected.abs().max()
+        assert (snapshot(x, t, conditions) - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("multipliers", [[2, 2, 2], [1, 2, 2, 2]])

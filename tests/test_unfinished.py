@@ -74,7 +74,7 @@ def test_the_finished_report_replaces_the_unfinished_one_and_needs_no_network(tm
 def test_damaged_results_and_those_of_another_run_do_not_count(tree):
     _, results = tree
     (results / "methods/uniform/seed0/evaluation/0000200.json").write_text('{"step": 200, "metr')
-    path = results / "methods/min_snr/seed0/milestones/0000400/milestone.json"
+    path = results / "methods/min_snr/seed0/snapshots/0000400/snapshot.json"
     write_record(path, read_json(path) | {"files": {"ema": "1" * 64}})  # of a new run
     path = results / "methods/min_snr/seed1/training.json"
     write_record(path, read_json(path) | {"identity": "2" * 64})
@@ -101,7 +101,7 @@ def test_times_of_an_earlier_run_are_not_those_of_a_run_that_has_not_ended(tree)
 def test_a_damaged_table_of_a_strategy_excludes_its_snapshot_alone(tree):
     """Damaged metrics leave out the metrics of their run, and its snapshots count."""
     _, results = tree
-    (results / "methods/uniform/seed0/milestones/0000200/strategy.csv").write_text("")
+    (results / "methods/uniform/seed0/snapshots/0000200/strategy.csv").write_text("")
     (results / "methods/min_snr/seed1/metrics.jsonl").write_text("{")
     collected = collect(load(tree[0]), results, unfinished=True)
     steps = {(run.method, run.seed): [snapshot.step for snapshot in run.snapshots] for run in collected.runs}

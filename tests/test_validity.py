@@ -15,8 +15,8 @@ from kairos.cli import main
 from kairos.config import load, validate
 from kairos.evaluation import reference
 from kairos.files import read_json, write_record
-from kairos.milestones import step_name
 from kairos.report.collect import collect
+from kairos.snapshots import step_name
 from kairos.status.render import render_page
 from kairos.status.run_progress import list_run_progress, load_outline
 from kairos.validity import Validity
@@ -109,7 +109,7 @@ def test_statistics_of_real_images_are_measured_again_by_changed_code(
     experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def count_cached() -> int:
-        Path(RESULTS, "reference/reference.json").unlink()
+        Path(RESULTS, "reference/record.json").unlink()
         make_shared("reference")
         return len(list(Path(".kairos/cache").glob("statistics-*.npz")))
 
@@ -167,7 +167,7 @@ def test_a_setting_that_changes_results_excludes_them(tmp_path: Path, section: s
 
 
 @pytest.mark.parametrize(
-    ("record", "name"), [("dataset/manifest.json", "content_sha256"), ("autoencoder/manifest.json", "sha256")]
+    ("record", "name"), [("dataset/record.json", "content_sha256"), ("autoencoder/record.json", "sha256")]
 )
 def test_results_of_other_data_are_excluded_even_if_no_setting_differs(tmp_path: Path, record: str, name: str) -> None:
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
@@ -222,7 +222,7 @@ def test_status_does_not_report_a_restarted_run_as_complete(experiment: Path) ->
     write_experiment(steps=4)
     make_shared("autoencoder", "encode")
     folder = f"{RESULTS}/methods/adaptive/seed0"
-    options = ("--method", "adaptive", "--seed", 0, "--milestones", 0, 1, "--milestones-only")
+    options = ("--method", "adaptive", "--seed", 0, "--milestones", 0, 1, "--snapshots-only")
     kairos("train", "--config", "tiny.yaml", *options)
     assert read_json(Path(folder, "training.json"))["steps"] == 2
     progress = list_run_progress(load_outline(Path("tiny.yaml")), [])
@@ -244,7 +244,7 @@ def test_results_count_again_when_the_setting_is_restored(experiment: Path, caps
 
 
 def test_results_of_other_code_count_with_a_warning(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in Path(RESULTS, "methods/adaptive/seed0").rglob("milestone.json"):
+    for path in Path(RESULTS, "methods/adaptive/seed0").rglob("snapshot.json"):
         record = read_json(path)
         record["computed_from"] |= {"code": "0" * 16, "key": "0" * 64}
         write_record(path, record)
@@ -335,7 +335,7 @@ def test_all_views_and_the_workflow_agree_on_what_any_changed_field_makes_outdat
     """Jobs run exactly for the results that the views call outdated, and `collect` leaves out exactly these."""
     config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "speed"))
     for name in ("latents", "extractor"):  # which the tree lacks
-        write_record(results / name / "manifest.json", {"content_sha256": name, "name": name})
+        write_record(results / name / "record.json", {"content_sha256": name, "name": name})
     results_tree.sign(load(config), results)
     plain = load(config).plain()
     stages = ("prepare", "autoencoder", "reference", "train", "sample", "evaluate")

@@ -128,7 +128,7 @@ def test_results_of_other_code_are_accepted_or_computed_again(copy):
         ended = copy.run("kairos", "accept", "params.yaml")
         assert ended.returncode == 0, ended.stderr
         assert to_do(copy) in ({}, LAST)
-        record = read_json(copy.folder / FOLDER / "milestones/0000040/milestone.json")
+        record = read_json(copy.folder / FOLDER / "snapshots/0000040/snapshot.json")
         assert len(record["computed_from"]["accepted"]) == 1
         page = copy.run("kairos", "report", "params.yaml")
         assert page.returncode == 0, page.stderr
@@ -139,7 +139,7 @@ def test_results_of_other_code_are_accepted_or_computed_again(copy):
     assert "train_1" in to_do(copy), "the earlier code is another one now"
     output = run(copy)
     assert "steps computed" not in output and to_do(copy) == {}, "its own state"
-    record = read_json(copy.folder / FOLDER / "milestones/0000040/milestone.json")
+    record = read_json(copy.folder / FOLDER / "snapshots/0000040/snapshot.json")
     assert "accepted" not in record["computed_from"]
 
 
@@ -150,7 +150,7 @@ def test_valid_training_runs_without_a_state_are_not_trained_again(copy):
     assert output.count("unchanged, 0 steps to do") == 2 and "steps computed" not in output
     with copy.edited(*DATA):
         assert "steps computed" not in run(copy) and to_do(copy) == {}
-    weights = copy.folder / FOLDER / "milestones/0000040/ema/diffusion_pytorch_model.safetensors"
+    weights = copy.folder / FOLDER / "snapshots/0000040/ema/diffusion_pytorch_model.safetensors"
     before = weights.read_bytes()
     weights.write_bytes(before[:-4] + b"bad!")
     output = run(copy, "--forcerun", "train_2", "--until", "train_2")
@@ -171,7 +171,7 @@ def test_samples_that_do_not_fit_their_record_are_not_evaluated(copy):
 
 def test_an_edit_of_the_results_of_one_stage_reruns_what_reads_them(copy):
     """Latents that somebody replaced, with a record that fits them, are other inputs."""
-    path = copy.folder / "results/tiny/latents/manifest.json"
+    path = copy.folder / "results/tiny/latents/record.json"
     record = read_json(path)
     write_record(path, {**record, "content_sha256": "0" * 64})
     assert to_do(copy).keys() >= {"train_1", "train_2", "sample_1", "evaluate_2", "reference"}

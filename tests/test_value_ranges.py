@@ -59,7 +59,7 @@ def test_floats_outside_of_the_range_are_rejected_with_the_values_of_the_whole_d
     folder = write_arrays(tmp_path / "in", arrays)
     with pytest.raises(ConfigError, match=r"dataset\.value_range: got null.*3 of 6.*03\.tiff \(0\.5 to 1\.01\).*1\.1"):
         prepare(folder_config(folder), tmp_path / "out")
-    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert not (tmp_path / "out" / "record.json").exists()
 
 
 @pytest.mark.parametrize("value_range", [[0, 1.1], [-1, 1.5], [0, 2]])
@@ -173,8 +173,8 @@ def test_a_range_is_not_applied_to_images_of_8_bits(tmp_path):
 def test_types_may_be_mixed_without_a_range(tmp_path):
     folder = write_images(tmp_path / "in", 3)
     write_arrays(folder, [ramp(0, 65535, np.uint16), ramp(0, 1, np.float32)])
-    manifest = prepare(folder_config(folder), tmp_path / "out")
-    assert sorted(record["count"] for record in manifest["values"]) == [1, 1, 3]
+    record = prepare(folder_config(folder), tmp_path / "out")
+    assert sorted(values["count"] for values in record["values"]) == [1, 1, 3]
 
 
 def test_held_out_images_follow_the_rule(tmp_path):
@@ -254,8 +254,8 @@ def test_nearly_black_and_white_images_are_named(tmp_path, capsys):
     for index in range(12):
         Image.fromarray(black + index).save(folder / f"black{index:02d}.png")
     Image.fromarray(white).save(folder / "white.png")
-    manifest = prepare(folder_config(folder), tmp_path / "out")
-    dark, bright = manifest["warnings"]
+    record = prepare(folder_config(folder), tmp_path / "out")
+    dark, bright = record["warnings"]
     assert "12 of 18 images" in dark and "black" in dark and "black00.png" in dark and "black11.png" not in dark
     assert "1 of 18 images" in bright and "white" in bright and "white.png" in bright
     printed = capsys.readouterr()
@@ -332,7 +332,7 @@ def test_prepare_prints_values_and_check_prints_the_warnings_of_the_prepared_dat
     folder = write_arrays(tmp_path / "in", [ramp(0, 1, np.float32)] * 20 + [np.zeros((8, 8), np.float32)])
     status, output = check("prepare", folder, "--config")
     assert status == 0 and "values: 21 images of floats (0 to 1), of which 0 becomes black and 1 white" in output
-    (warning,) = json.loads(Path("results/x/dataset/manifest.json").read_text())["warnings"]
+    (warning,) = json.loads(Path("results/x/dataset/record.json").read_text())["warnings"]
     assert warning in output
     status, output = check("check", folder)
     assert status == 0 and warning in output

@@ -81,14 +81,14 @@ def dataset(tmp_path_factory):
 
 
 def make_pretrained(folder: Path, dataset, out: Path, **fields):
-    """Run stage autoencoder with a pretrained autoencoder; return its manifest."""
+    """Run stage autoencoder with a pretrained autoencoder; return its record."""
     config = AutoencoderConfig(kind="pretrained", path=str(folder), **fields)
     return make_autoencoder(config, dataset, out, CPU)
 
 
 def test_encoding_and_decoding_equal_those_of_diffusers(folder, dataset, tmp_path):
-    manifest = make_pretrained(folder, dataset, tmp_path)
-    assert manifest["class"] == "VQModel" and manifest["latent_shape"] == [3, 8, 8]
+    record = make_pretrained(folder, dataset, tmp_path)
+    assert record["class"] == "VQModel" and record["latent_shape"] == [3, 8, 8]
     codec, model = load_codec(tmp_path), VQModel.from_pretrained(folder, low_cpu_mem_usage=False).eval()
     images = dataset.load_tensor(dataset.heldout)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_encoding_and_decoding_equal_those_of_diffusers(folder, dataset, tmp_pat
         torch.testing.assert_close(codec.decode(mean), model.decode(z, force_not_quantize=True).sample)
     assert not torch.allclose(mean, z, atol=0.1) and len(codes.unique()) > 10
     reconstruction = to_uint8(codec.decode(codec.to_model_space(mean)))
-    assert manifest["psnr"] == pytest.approx(psnr(dataset.images[dataset.heldout], reconstruction), abs=1e-3)
+    assert record["psnr"] == pytest.approx(psnr(dataset.images[dataset.heldout], reconstruction), abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_encoding_and_decoding_equal_those_of_diffusers(folder, dataset, tmp_pat
 )
 def test_the_default_scaling_factor_of_a_file_counts_as_none(dataset, tmp_path, saved, scaling, expected):
     small_vq(scaling_factor=saved).save_pretrained(tmp_path / "vq")
-    manifest = make_pretrained(tmp_path / "vq", dataset, tmp_path / "out", scaling=scaling)
-    assert manifest["scaling_factor"] == expected
+    record = make_pretrained(tmp_path / "vq", dataset, tmp_path / "out", scaling=scaling)
+    assert record["scaling_factor"] == expected
     assert json.loads((tmp_path / "out" / "config.json").read_text())["scaling_factor"] == expected
     codec = load_codec(tmp_path / "out")
     images = dataset.load_tensor(dataset.train[:3])
@@ -165,9 +165,9 @@ def test_autoencoders_have_the_published_number_of_parameters(cls, fields, param
 def test_a_training_run_uses_latents_of_a_vqmodel(folder, dataset, tmp_path, capsys):
     make_pretrained(folder, dataset, tmp_path / "autoencoder")
     codec = load_codec(tmp_path / "autoencoder")
-    manifest = encode(dataset, codec, tmp_path / "latents", True, 8)
+    record = encode(dataset, codec, tmp_path / "latents", True, 8)
     latents = open_latents(tmp_path / "latents")
-    assert manifest["shape"] == [3, 8, 8] and set(latents.moments) == {"mean", "mean_flipped"}
+    assert record["shape"] == [3, 8, 8] and set(latents.moments) == {"mean", "mean_flipped"}
     assert not latents.stochastic
     assert torch.equal(latents.load_x0(dataset.train[:8]), codec.encode(dataset.load_tensor(dataset.train[:8]))[0])
     plain = experiment({"uniform": {}}, dataset={"flips": False, "source": "folder", "path": "in"})
@@ -175,9 +175,9 @@ def test_a_training_run_uses_latents_of_a_vqmodel(folder, dataset, tmp_path, cap
     train(plain, "uniform", 0, run, tmp_path / "latents", [0, 20])
     lines = [json.loads(line)["mse"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert np.isfinite(lines).all()
-    milestone = run / "milestones" / "0000020"
+    snapshot = run / "snapshots" / "0000020"
     out = tmp_path / "images.npz"
-    assert main(["sample", "--milestone", str(milestone), "--out", str(out), "--num", "3", "--seed", "0"]) == 0
+    assert main(["sample", "--snapshot", str(snapshot), "--out", str(out), "--num", "3", "--seed", "0"]) == 0
     assert open_samples(out).images.shape == (3, 16, 16, 3)
 
 

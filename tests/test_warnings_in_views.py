@@ -26,7 +26,7 @@ FAULT = "classifier32 has not learned to classify the images."
 def write_tree(root, gaussian=5.0, faults=()):
     """Write results of two methods with five seeds; returns the experiment file and the folder of results."""
     config, folder = results_tree.write(root, seeds=tuple(range(MIN_SEEDS)), methods=("uniform", "min_snr"))
-    file = folder / "reference/reference.json"
+    file = folder / "reference/record.json"
     record = read_json(file)
     record["rows"]["floor"] |= {METRIC: 1.0, f"{METRIC}_spread": 0.1}
     record["rows"]["gaussian"] |= {METRIC: gaussian, f"{METRIC}_spread": 0.1}
@@ -96,7 +96,7 @@ def test_mlflow_the_status_page_and_figures_show_the_warning(tree, warning, requ
 
 
 def test_a_model_card_contains_the_warnings_of_its_evaluation(above, tmp_path):
-    snapshot = above[1] / "methods/uniform/seed0/milestones/0000400"
+    snapshot = above[1] / "methods/uniform/seed0/snapshots/0000400"
     write_json(snapshot / "ema/config.json", {"_class_name": "DiT"})
     decoder = {"_class_name": "AutoencoderKL", "scaling_factor": 1.0, "shift_factor": 0.0}
     write_json(above[1] / "autoencoder/config.json", decoder)

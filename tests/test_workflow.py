@@ -196,7 +196,7 @@ def test_a_later_last_milestone_reruns_only_the_last_segment(pretended):
 
 def test_a_deleted_file_is_computed_again_although_the_report_exists(pretended):
     results = pretended.folder / "results/tiny"
-    deleted = [results / "reference/reference.json", pretended.folder / FOLDER / "training.json"]
+    deleted = [results / "reference/record.json", pretended.folder / FOLDER / "training.json"]
     assert (results / "report.html").exists()
     for path in deleted:
         before = path.read_bytes()
@@ -218,7 +218,7 @@ def test_settings_that_change_no_result_rerun_the_report_at_most(pretended):
 def test_a_new_modification_time_reruns_nothing(pretended):
     later = time.time() + 10
     for path in (pretended.folder / "results").rglob("*"):
-        if path.name in ("manifest.json", "milestone.json") or path.suffix == ".npz":
+        if path.name in ("record.json", "snapshot.json") or path.suffix == ".npz":
             os.utime(path, (later, later))
     assert pretended.to_do() == {}
 
@@ -303,7 +303,7 @@ def test_snakemake_called_by_its_path_finds_kairos(computed, monkeypatch):
 @pytest.mark.long
 def test_deleted_and_forced_results_are_those_of_the_state_until_they_are_discarded(computed):
     def delete() -> None:
-        for path in (computed.folder / FOLDER).glob("milestones/*/milestone.json"):
+        for path in (computed.folder / FOLDER).glob("snapshots/*/snapshot.json"):
             path.unlink()
         (computed.folder / FOLDER / "training.json").unlink()
 
@@ -335,7 +335,7 @@ def test_a_controller_that_is_killed_before_its_metadata_loses_nothing(computed,
         wait_for(lambda: any((computed.folder / ".snakemake/incomplete").glob("*")))
         controller.send_signal(signal.SIGSTOP)
     wait_for(lambda: not running(computed.folder, "--segment 1"))
-    assert (computed.folder / FOLDER / "milestones/0000020/milestone.json").exists()
+    assert (computed.folder / FOLDER / "snapshots/0000020/snapshot.json").exists()
     controller.kill()
     controller.wait()
     assert "20 steps computed" in (computed.folder / "controller.log").read_text()
@@ -347,7 +347,7 @@ def test_a_controller_that_is_killed_before_its_metadata_loses_nothing(computed,
 @pytest.mark.long
 def test_a_later_milestone_computes_only_the_new_steps(computed):
     with computed.edited("params.yaml", "[20, 40]", "[20, 50]"):
-        assert run(computed, *TRAIN, f"{FOLDER}/milestones/0000050/milestone.json") == 10
+        assert run(computed, *TRAIN, f"{FOLDER}/snapshots/0000050/snapshot.json") == 10
 
 
 def running(folder: Path, argument: str) -> bool:

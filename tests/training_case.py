@@ -40,16 +40,16 @@ def make_latents(folder: Path, count: int = 200) -> Path:
     np.save(dataset / "heldout.npy", np.sort(order[: count // 4]))
     conditions = {"class": {"kind": "class", "num_classes": 10, "file": "conditions/class.npy"}}
     content = sha256_bytes(images.tobytes())
-    write_record(dataset / "manifest.json", {"content_sha256": content, "count": count, "conditions": conditions})
+    write_record(dataset / "record.json", {"content_sha256": content, "count": count, "conditions": conditions})
     blocks = images.reshape(count, 4, 2, 4, 2).transpose(0, 2, 4, 1, 3).reshape(count, 4, 4, 4)
     np.save(latents / "mean.npy", blocks.astype(np.float32))
     np.save(latents / "logvar.npy", np.full(blocks.shape, 2.0, np.float32))
-    manifest = {
+    record = {
         "kind": "moments", "shape": [4, 4, 4], "count": count, "scaling_factor": 0.01, "shift_factor": 80.0,
         "flips": False, "autoencoder_sha256": "blocks", "dataset_sha256": content, "content_sha256": content,
         "conditions": conditions, "dataset": "../dataset", "files": {"mean.npy": "", "logvar.npy": ""},
     }  # fmt: skip
-    write_record(latents / "manifest.json", manifest)
+    write_record(latents / "record.json", record)
     return latents
 
 

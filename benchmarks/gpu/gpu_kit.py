@@ -245,7 +245,7 @@ def make_latents(
 ) -> Path:
     """Write `folder`/dataset and `folder`/latents of random numbers as stage encode does; return `folder`/latents.
 
-    `conditions` are described as in manifests. A condition that is an image is the image in low resolution.
+    `conditions` are described as in the record of latents. A condition that is an image is the image in low resolution.
     """
     dataset, latents = folder / "dataset", folder / "latents"
     random = np.random.default_rng(0)
@@ -269,19 +269,19 @@ def make_latents(
     np.save(dataset / "train.npy", np.arange(count))
     np.save(dataset / "heldout.npy", np.arange(0))
     content = sha256_json([shape, count, conditions, pixels])
-    dataset_manifest = {"content_sha256": content, "count": count, "conditions": stored_conditions}
-    write_record(dataset / "manifest.json", dataset_manifest)
+    dataset_record = {"content_sha256": content, "count": count, "conditions": stored_conditions}
+    write_record(dataset / "record.json", dataset_record)
     if not pixels:
         np.save(latents / "mean.npy", random.standard_normal((count, *shape), np.float32))
         np.save(latents / "logvar.npy", np.full((count, *shape), -4.0, np.float32))
         files |= {"mean.npy": "", "logvar.npy": ""}
-    manifest = {
+    record = {
         "kind": "pixels" if pixels else "moments", "shape": list(shape), "count": count, "scaling_factor": 1.0,
         "shift_factor": 0.0, "flips": pixels, "autoencoder_sha256": "none", "dataset_sha256": content,
         "content_sha256": content, "conditions": {**conditions, **stored_conditions}, "dataset": "../dataset",
         "files": files,
     }  # fmt: skip
-    write_record(latents / "manifest.json", manifest)
+    write_record(latents / "record.json", record)
     return latents
 
 
@@ -307,7 +307,7 @@ class Data:
     ) -> Path:
         """Return the folder of latents of a data set with `count` images, which is written at the first call.
 
-        `conditions` are described as in manifests; None: a class condition with `classes` classes.
+        `conditions` are described as in the record of latents; None: a class condition with `classes` classes.
         """
         if conditions is None:
             conditions = {"class": {"kind": "class", "num_classes": classes}}

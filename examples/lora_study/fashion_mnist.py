@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from kairos.evaluation.classifier import Classifier
-from kairos.milestones import open_milestone
+from kairos.snapshots import open_snapshot
 
 FOLDER = Path("results/lora_study")
-BASE = Path("results/lora_base/methods/log_normal/seed0/milestones")
+BASE = Path("results/lora_base/methods/log_normal/seed0/snapshots")
 SIDE, CLASSES, FEATURES = 16, 10, 32
 SUBJECT = 8  # bags, which the base has not seen: their row in its table of classes is random, like a rare token
 
@@ -68,7 +68,7 @@ class FashionMnist:
     def load_network(self) -> nn.Module:
         """Load the base, whose weights fine-tuning does not change."""
         folder = max(BASE.glob("*"))  # the last snapshot
-        return open_milestone(folder).model
+        return open_snapshot(folder).model
 
     def predict(self, network: nn.Module, x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         """Return the velocity noise - x0 that the network predicts at times t (n,)."""

@@ -10,7 +10,7 @@ import torch
 
 from kairos.shapes import Flags, Rows
 
-Descriptions = dict[str, dict[str, Any]]  # by name, as in the manifest of a data set: {"kind": "class", ...}
+Descriptions = dict[str, dict[str, Any]]  # by name, as in the record of a data set: {"kind": "class", ...}
 
 
 def zero(values: Rows, description: dict[str, Any]) -> Rows:

@@ -330,7 +330,7 @@ def glance(path: Path | str) -> dict[str, Any]:
     return {}
 
 
-def open_record(folder: Path | str, command: str, name: str = "manifest.json") -> dict[str, Any]:
+def open_record(folder: Path | str, command: str, name: str = "record.json") -> dict[str, Any]:
     """Return the content of a folder's record, a JSON file that exists only if the folder is complete.
 
     Args:

@@ -86,15 +86,15 @@ def is_requested(arguments: "argparse.Namespace") -> bool:
 
     Args:
         arguments: arguments of the command; `config` is the path of the experiment file. If it is None or missing,
-            `milestone` contains the paths of snapshots, of which the first is read.
+            `snapshot` contains the paths of snapshots, of which the first is read.
     """
     import yaml
 
     config = getattr(arguments, "config", None)
-    milestones = getattr(arguments, "milestone", None)
+    snapshots = getattr(arguments, "snapshot", None)
     try:
-        if config is None and milestones:
-            values = json.loads((milestones[0] / "milestone.json").read_text(encoding="utf-8"))["config"]
+        if config is None and snapshots:
+            values = json.loads((snapshots[0] / "snapshot.json").read_text(encoding="utf-8"))["config"]
         else:
             values = _read_file_with_determinism(Path(config or ""))  # without an argument, an OSError: "" is a folder
         return bool(values["training"]["deterministic"] == "portable")

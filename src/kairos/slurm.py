@@ -25,7 +25,7 @@ _USER_OPTIONS = re.compile("SQUEUE_|SACCT_|SINFO_|SLURM_TIME_FORMAT")  # environ
 # comment of a training job, with method and seed: "rule_train_wildcards_speed_0", "rule_train_2_wildcards_speed_0"
 _COMMENT = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")
 # output of a training job, with method and seed: "methods/speed/seed0/training.json"
-_OUTPUT = re.compile(r"methods/([^/]+)/seed(\d+)/(?:milestones/.*|training\.json)")
+_OUTPUT = re.compile(r"methods/([^/]+)/seed(\d+)/(?:snapshots/.*|training\.json)")
 
 TrainingRun = tuple[str, int]  # method and seed
 

@@ -61,7 +61,7 @@ STAGES = (
             "dataset.low_resolution": "stage encode reduces the images",
         },
         code=("kairos.data.prepare",),
-        record="dataset/manifest.json",
+        record="dataset/record.json",
         content=("content_sha256",),
     ),
     Stage(
@@ -73,7 +73,7 @@ STAGES = (
             "autoencoder.dtype": "latents on disk, of stage encode",
         },
         code=("kairos.autoencoders.train_or_load", "kairos.compute"),
-        record="autoencoder/manifest.json",
+        record="autoencoder/record.json",
         content=("sha256", "scaling_factor", "shift_factor"),
     ),
     Stage(
@@ -81,7 +81,7 @@ STAGES = (
         needs=("prepare",),
         fields=("text_encoder", *COMPUTING),
         code=("kairos.text_encoders.encode_captions", "kairos.compute"),
-        record="text/manifest.json",
+        record="text/record.json",
         content=("content_sha256",),
     ),
     ENCODE := Stage(
@@ -95,7 +95,7 @@ STAGES = (
             *COMPUTING,
         ),
         code=("kairos.autoencoders.encode", "kairos.compute"),
-        record="latents/manifest.json",
+        record="latents/record.json",
         content=("content_sha256",),
     ),
     EXTRACTOR := Stage(
@@ -104,7 +104,7 @@ STAGES = (
         fields=("evaluation.extractor", *COMPUTING),
         code=("kairos.evaluation.extractors",),
         components=("evaluation.extractor",),
-        record="extractor/manifest.json",
+        record="extractor/record.json",
         content=("name", "metric", "sha256", "check"),
     ),
     REFERENCE := Stage(
@@ -117,7 +117,7 @@ STAGES = (
         },
         code=("kairos.evaluation.reference",),
         components=("evaluation.extractor", "evaluation.possible_image_metrics"),
-        record="reference/reference.json",
+        record="reference/record.json",
         content=(
             *("files", "rows", "extractor_hash", "reference", "metrics", "num_samples", "sets", "eval_seed"),
             *("precision", "validation"),
@@ -149,7 +149,7 @@ STAGES = (
             "training.ema",
             "training.probes",
         ),
-        record=f"{RUN_FOLDER}/milestones/{{snapshot}}/milestone.json",
+        record=f"{RUN_FOLDER}/snapshots/{{snapshot}}/snapshot.json",
         of_run=True,
     ),
     Stage(
@@ -173,7 +173,7 @@ STAGES = (
             "encode",
             "extractor",
             "reference",
-        ),  # reference.json fixes metrics, threads and seeds
+        ),  # reference/record.json fixes metrics, threads and seeds
         code=("kairos.evaluation.evaluate",),
         components=(*NETWORK, "evaluation.extractor", "evaluation.possible_metrics"),
         record=f"{RUN_FOLDER}/evaluation/{{snapshot}}.json",
@@ -261,9 +261,9 @@ def list_stages(experiment: Any) -> dict[str, Stage]:
         del stages["text"]
         stages["encode"] = replace(stages["encode"], needs=("prepare", "autoencoder"))
     for analysis in experiment.analyses:
-        needs = {"milestone": (f"measure_{analysis.name}",), "strategies": ("train",), "evaluations": ("evaluate",)}
+        needs = {"snapshot": (f"measure_{analysis.name}",), "strategies": ("train",), "evaluations": ("evaluate",)}
         analyse = replace(ANALYSE, needs=needs.get(analysis.reads, ()))
-        for row in (MEASURE, analyse) if analysis.reads == "milestone" else (analyse,):
+        for row in (MEASURE, analyse) if analysis.reads == "snapshot" else (analyse,):
             name = f"{row.name}_{analysis.name}"
             record = row.record.replace("{analysis}", analysis.name)
             stages[name] = replace(row, name=name, record=record)

@@ -45,10 +45,10 @@ def staged(latents: Path) -> Iterator[Path]:
         return
 
     # the data to copy
-    manifest = open_record(latents, f"encode --config F --out {latents}")
-    dataset = latents / manifest["dataset"]
-    dataset_manifest = open_record(dataset, f"prepare --config F --out {dataset}")
-    copied = _files_to_copy(latents, manifest, dataset, dataset_manifest)
+    record = open_record(latents, f"encode --config F --out {latents}")
+    dataset = latents / record["dataset"]
+    dataset_record = open_record(dataset, f"prepare --config F --out {dataset}")
+    copied = _files_to_copy(latents, record, dataset, dataset_record)
     size = 0  # bytes
     for folder, files in copied.values():
         size += sum((folder / name).stat().st_size for name in files)
@@ -56,7 +56,7 @@ def staged(latents: Path) -> Iterator[Path]:
     # make the copy, or determine the reason for reading the original
     local = _local_folder()
     user_folder = local / f"kairos-{os.getuid()}"
-    copy_folder = user_folder / sha256_json([manifest, dataset_manifest])[:16]  # folder of the copy and its locks
+    copy_folder = user_folder / sha256_json([record, dataset_record])[:16]  # folder of the copy and its locks
     with ExitStack() as at_end:
         reason = None  # reason for reading the original; None: read the copy
         try:
@@ -83,7 +83,7 @@ def staged(latents: Path) -> Iterator[Path]:
             yield latents
 
 
-def _files_to_copy(latents: Path, manifest: dict[str, Any], dataset: Path, dataset_manifest: dict[str, Any]) -> Copied:
+def _files_to_copy(latents: Path, record: dict[str, Any], dataset: Path, dataset_record: dict[str, Any]) -> Copied:
     """Return the files that training reads: original folder, and file hashes by name, for each folder of the copy.
 
     The folders of the copy are ``latents``, ``dataset`` and, if the latents have encoded captions, ``text``. The images
@@ -92,13 +92,13 @@ def _files_to_copy(latents: Path, manifest: dict[str, Any], dataset: Path, datas
     Raises:
         KairosError: the encoded captions are not complete.
     """
-    dataset_files = dict(dataset_manifest["files"])
-    reads_images = not manifest["files"]  # training on pixels
+    dataset_files = dict(dataset_record["files"])
+    reads_images = not record["files"]  # training on pixels
     if not reads_images:
         dataset_files.pop("images.npy", None)
-    copied = {"latents": (latents, manifest["files"]), "dataset": (dataset, dataset_files)}
-    if "text" in manifest:
-        text = latents / manifest["text"]
+    copied = {"latents": (latents, record["files"]), "dataset": (dataset, dataset_files)}
+    if "text" in record:
+        text = latents / record["text"]
         copied["text"] = (text, open_record(text, f"text --config F --out {text}")["files"])
     return copied
 
@@ -183,7 +183,7 @@ def _copy(copy_folder: Path, used: IO[str], copied: Copied) -> None:
 
     If another process copies the files, wait for it. Further files of the original folders are linked. The function
     locks the open file ``used`` of `copy_folder`: no process deletes the copy until `used` is closed. The copied
-    manifest of the latents contains the paths of the other folders in the copy.
+    record of the latents contains the paths of the other folders in the copy.
 
     Raises:
         DamagedError: an original file does not match its record.
@@ -201,9 +201,9 @@ def _copy(copy_folder: Path, used: IO[str], copied: Copied) -> None:
                     relative = file.relative_to(source).as_posix()
                     _copy_or_link(file, folder / name / relative, digest=files.get(relative))
             # set the paths of the other folders, which are next to the latents in the copy
-            manifest = folder / "latents" / "manifest.json"
+            record = folder / "latents" / "record.json"
             relative_paths = {name: f"../{name}" for name in copied if name != "latents"}
-            write_record(manifest, {**read_record(manifest), **relative_paths})
+            write_record(record, {**read_record(record), **relative_paths})
 
 
 def _is_complete(copy_folder: Path, copied: Copied) -> bool:
@@ -218,7 +218,7 @@ def _is_complete(copy_folder: Path, copied: Copied) -> bool:
             for file in files:
                 if (copy / name / file).stat().st_size != (source / file).stat().st_size:
                     return False
-        return all((copy / name / "manifest.json").is_file() for name in copied)
+        return all((copy / name / "record.json").is_file() for name in copied)
     except OSError:  # a file is missing
         return False
 

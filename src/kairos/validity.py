@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from kairos.files import RecordReader, glance, read_record, sha256_json, write_json, write_record
-from kairos.milestones import hash_start_weights, step_name
 from kairos.outside_files import hash_contents
+from kairos.snapshots import hash_start_weights, step_name
 from kairos.stages import (
     ENCODE,
     EXTRACTOR,

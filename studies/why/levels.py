@@ -39,10 +39,10 @@ from kairos.data.latents import Latents, open_latents
 from kairos.data.pixels import to_uint8
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.files import list_by_step
-from kairos.milestones import Snapshot, open_milestone
 from kairos.sampling.generate import DataPrediction, Predictor, make_noise_source
 from kairos.sampling.sample import load_settings
 from kairos.sampling.time_grids import GridPoint, build_time_grid
+from kairos.snapshots import Snapshot, open_snapshot
 from kairos_timesteps.diffusion.processes import Discrete
 from kairos_timesteps.randomness import Stream
 
@@ -94,9 +94,9 @@ class Network:
     """The last snapshot of a training run, with the time grid of its solver."""
 
     def __init__(self, training: Path):
-        milestone = list_by_step(training / "milestones")[-1]
-        settings, _ = load_settings(milestone, {})
-        self.snapshot: Snapshot = open_milestone(milestone)
+        snapshot = list_by_step(training / "snapshots")[-1]
+        settings, _ = load_settings(snapshot, {})
+        self.snapshot: Snapshot = open_snapshot(snapshot)
         self.process: Any = self.snapshot.process
         solver = settings.scheduler.plain()
         if solver["name"] != "ddim" or solver["eta"] or not isinstance(self.process, Discrete):
@@ -191,7 +191,7 @@ def measure_seed(setting: Setting, seed: int, baseline: str, other: str) -> list
 
 def measure_autoencoder(setting: Setting) -> list[dict[str, Any]]:
     """Return the rows of `visible` and `posterior`; empty without an autoencoder."""
-    if setting.codec.manifest["kind"] == "none":
+    if setting.codec.record["kind"] == "none":
         return []
     heldout = setting.heldout
     decode: Callable[[Tensor], Tensor] = setting.codec.decode
@@ -201,7 +201,7 @@ def measure_autoencoder(setting: Setting) -> list[dict[str, Any]]:
     reconstruction_error = (decode(setting.codec.to_model_space(mean)) - pixels).square().mean().item()
     posterior = 0.0
     if logvar is not None:
-        posterior = logvar.exp().mean().item() * float(setting.codec.manifest["scaling_factor"]) ** 2
+        posterior = logvar.exp().mean().item() * float(setting.codec.record["scaling_factor"]) ** 2
     variance = heldout.var().item()
     rows = [{"measure": "reconstruction", "level": -1, "value": reconstruction_error}]
     rows.append({"measure": "variance of x0", "level": -1, "value": variance})

@@ -25,7 +25,7 @@ from torch import Tensor
 from kairos.analyses.noise_levels import log_snr_levels, measure_agreement
 from kairos.analyses.settings import AgreementOptions
 from kairos.data.latents import open_latents
-from kairos.milestones import Snapshot, open_milestone
+from kairos.snapshots import Snapshot, open_snapshot
 from kairos_timesteps.randomness import Stream
 
 LEAST, MOST = -7.0, 7.0  # ln SNR; outside, the error or the noise is negligible
@@ -91,9 +91,9 @@ def measure(training: Path, bins: int, images: int, count: int) -> pd.DataFrame:
     }
     training_images = latents.load_x0(latents.train)
     tables = []
-    for folder in sorted((training / "milestones").iterdir())[1:]:
+    for folder in sorted((training / "snapshots").iterdir())[1:]:
         gradient_rows = pd.DataFrame(measure_agreement(options, folder, latents, "cpu"))
-        opened = open_milestone(folder)
+        opened = open_snapshot(folder)
         levels = [ends for _, ends in log_snr_levels(opened.process, bins, LEAST, MOST)]
         error_rows = []
         for level, ends in enumerate(levels):

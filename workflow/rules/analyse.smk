@@ -12,8 +12,8 @@ for name in layout.analyses:
                 f"measure_{name}"
             input:
                 layout.rerun_if_invalid(f"measure_{name}"),
-                layout.records(f"{TRAINING}/milestones/{{step}}/milestone.json"),
-                layout.records(f"{RESULTS}/latents/manifest.json"),
+                layout.records(f"{TRAINING}/snapshots/{{step}}/snapshot.json"),
+                layout.records(f"{RESULTS}/latents/record.json"),
             output:
                 update([f"{TRAINING}/analyses/{name}.{{step}}.{suffix}" for suffix in ("csv", "json")]),
             log:

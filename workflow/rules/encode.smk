@@ -1,7 +1,7 @@
 # Latent moments of every image; in pixel space only a record that points to the data set. With autoencoder.shards the
 # rule encode_shards computes each shard in one job, and the rule encode merges the shards.
 
-ENCODE_INPUTS = [f"{RESULTS}/{folder}/manifest.json" for folder in ("dataset", "autoencoder", *layout.text_stages)]
+ENCODE_INPUTS = [f"{RESULTS}/{folder}/record.json" for folder in ("dataset", "autoencoder", *layout.text_stages)]
 
 
 if layout.shards("encode"):
@@ -33,7 +33,7 @@ rule encode:
         layout.records(*ENCODE_INPUTS),
         shards=[layout.shard_path("encode", shard) for shard in layout.shards("encode")],
     output:
-        update(f"{RESULTS}/latents/manifest.json"),
+        update(f"{RESULTS}/latents/record.json"),
     log:
         f"{RESULTS}/logs/encode.log",
     priority: layout.shared_priority

@@ -9,10 +9,10 @@ for segment in layout.segments:
         input:
             layout.rerun_if_invalid("evaluate", segment),
             layout.records(*(f"{TRAINING}/samples/{step}.json" for step in segment.snapshots)),
-            layout.records(*(f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots)),
-            layout.records(f"{RESULTS}/latents/manifest.json"),
-            layout.records(f"{RESULTS}/extractor/manifest.json"),
-            layout.records(f"{RESULTS}/reference/reference.json"),
+            layout.records(*(f"{TRAINING}/snapshots/{step}/snapshot.json" for step in segment.snapshots)),
+            layout.records(f"{RESULTS}/latents/record.json"),
+            layout.records(f"{RESULTS}/extractor/record.json"),
+            layout.records(f"{RESULTS}/reference/record.json"),
         output:
             update([f"{TRAINING}/evaluation/{step}.json" for step in segment.snapshots]),
         log:

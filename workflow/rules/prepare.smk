@@ -5,7 +5,7 @@ rule prepare:
     input:
         layout.rerun_if_invalid("prepare"),
     output:
-        update(f"{RESULTS}/dataset/manifest.json"),
+        update(f"{RESULTS}/dataset/record.json"),
     log:
         f"{RESULTS}/logs/prepare.log",
     priority: layout.shared_priority

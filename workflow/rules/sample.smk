@@ -5,9 +5,9 @@
 
 for segment in layout.segments:
     SAMPLE_INPUTS = [
-        *(f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots),
-        f"{RESULTS}/autoencoder/manifest.json",
-        f"{RESULTS}/latents/manifest.json",
+        *(f"{TRAINING}/snapshots/{step}/snapshot.json" for step in segment.snapshots),
+        f"{RESULTS}/autoencoder/record.json",
+        f"{RESULTS}/latents/record.json",
     ]
 
     if layout.shards("sample"):

@@ -26,9 +26,9 @@ for name, (read, resources_of_stage) in ((name, SHARED[name]) for name in SHARED
             name
         input:
             layout.rerun_if_invalid(name),
-            layout.records(*(f"{RESULTS}/{folder}/manifest.json" for folder in read)),
+            layout.records(*(f"{RESULTS}/{folder}/record.json" for folder in read)),
         output:
-            update(f"{RESULTS}/{name}/{'reference' if name == 'reference' else 'manifest'}.json"),
+            update(f"{RESULTS}/{name}/record.json"),
         log:
             f"{RESULTS}/logs/{name}.log",
         priority: layout.shared_priority

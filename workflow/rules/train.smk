@@ -10,12 +10,12 @@ for segment in layout.segments:
             f"train{segment.suffix}"
         input:
             layout.rerun_if_invalid("train", segment),
-            latents=layout.records(f"{RESULTS}/latents/manifest.json"),
+            latents=layout.records(f"{RESULTS}/latents/record.json"),
             previous_snapshot=layout.records(
-                *(f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.previous)
+                *(f"{TRAINING}/snapshots/{step}/snapshot.json" for step in segment.previous)
             ),
         output:
-            update([f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots]),
+            update([f"{TRAINING}/snapshots/{step}/snapshot.json" for step in segment.snapshots]),
             update([f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl")] if segment.is_last else []),
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.suffix}.log",

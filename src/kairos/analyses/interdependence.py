@@ -14,9 +14,9 @@ from kairos.analyses.settings import InterdependenceOptions
 from kairos.data.latents import Latents
 from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import build_fixed_loss
-from kairos.milestones import Snapshot, open_milestone
 from kairos.models.backbone import Backbone
 from kairos.shapes import PerSample
+from kairos.snapshots import Snapshot, open_snapshot
 from kairos.training.loop import train_steps
 from kairos.training.settings import read_run_settings
 from kairos.training.state import TrainingState
@@ -57,7 +57,7 @@ def measure_interdependence(
         DamagedError: the checkpoint of the run is damaged.
     """
     # the snapshot, and its loss on held-out images
-    snapshot = open_milestone(folder, "raw", device)
+    snapshot = open_snapshot(folder, "raw", device)
     optimizer_state = load_optimizer_state(folder, snapshot, device)
     loss_settings = LossSettings(images=options.images, strata=1, seed=options.seed)  # the strata are not used
     fixed_loss = build_fixed_loss(snapshot, latents, loss_settings, device)

@@ -19,8 +19,8 @@ from kairos.data.latents import Latents
 from kairos.increments import increments
 from kairos.losses.settings import VlbOptions
 from kairos.losses.terms import Prediction, vlb
-from kairos.milestones import Snapshot, open_milestone
 from kairos.shapes import Images, PerSample, Rows
+from kairos.snapshots import Snapshot, open_snapshot
 from kairos.strategy_file import parse_strategy_csv
 from kairos.training import checkpoint
 from kairos_timesteps.diffusion.processes import Process
@@ -89,7 +89,7 @@ def measure_gradient_variance(
     ``loss_mean``, ``loss_variance``, ``variance`` (tr Cov g), ``squared_mean`` (||E g||²), ``noise_scale``, and
     ``cosine_K`` with each level K. `folder` is the folder of the snapshot, which was trained on `latents`.
     """
-    snapshot = open_milestone(folder, "raw", device)
+    snapshot = open_snapshot(folder, "raw", device)
     return _measure_levels(options, folder, snapshot, latents, even_levels(options.bins), _LOSSES)
 
 
@@ -99,7 +99,7 @@ def measure_areas(options: AreasOptions, folder: Path, latents: Latents, device:
     The losses are ``training`` and ``vlb``. The columns are those of `measure_gradient_variance`, and ``area``, the
     name of the area. Source: Wang et al. 2025, figure 1.
     """
-    snapshot = open_milestone(folder, "raw", device)
+    snapshot = open_snapshot(folder, "raw", device)
     return _measure_levels(options, folder, snapshot, latents, area_levels(snapshot.process, options.r), _LOSSES)
 
 
@@ -113,7 +113,7 @@ def measure_agreement(
     is available (at the last snapshot), rows of loss ``preconditioned`` follow. They contain the training loss too,
     with moments in Adam's metric, g' D g with D = 1/(sqrt(v) + eps).
     """
-    snapshot = open_milestone(folder, "raw", device)
+    snapshot = open_snapshot(folder, "raw", device)
     optimizer_state = load_optimizer_state(folder, snapshot, device)
     metrics: dict[str, Metric] = {"training": None}
     if optimizer_state is not None:
@@ -135,7 +135,7 @@ def load_optimizer_state(folder: Path, snapshot: Snapshot, device: torch.device)
     Raises:
         DamagedError: the checkpoint is damaged.
     """
-    run_folder = folder.parents[1]  # above milestones/<step>
+    run_folder = folder.parents[1]  # above snapshots/<step>
     path = run_folder / "checkpoint.pt"
     if not path.is_file():
         return None

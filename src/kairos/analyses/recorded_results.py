@@ -30,7 +30,7 @@ def collect_densities(options: DensityOptions, experiment: Any, results: Path) -
     """
     rows = []
     for method, seed, step in product(experiment.methods, experiment.seeds, experiment.milestones):
-        path = run_folder(results, method, seed) / f"milestones/{step:07d}/strategy.csv"
+        path = run_folder(results, method, seed) / f"snapshots/{step:07d}/strategy.csv"
         try:
             strategy = parse_strategy_csv(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -65,7 +65,7 @@ def collect_relative_times(options: AnalysisOptions, experiment: Any, results: P
         KairosError: a run has no recorded time of a snapshot, for example because its results were pulled.
         FileNotFoundError: the reference or an evaluation is missing.
     """
-    metric = read_record(results / "reference/reference.json")["metric"]
+    metric = read_record(results / "reference/record.json")["metric"]
     rows = []
     for (name, method), seed in product(experiment.methods.items(), experiment.seeds):
         folder = run_folder(results, name, seed)

@@ -3,7 +3,7 @@
 The code of an analysis returns the rows of a table, dictionaries of numbers and texts. `AnalysisOptions.reads` decides
 when and how the code is called:
 
-- ``milestone``: ``code(options, folder, latents, device)`` in a job for each analysed snapshot;
+- ``snapshot``: ``code(options, folder, latents, device)`` in a job for each analysed snapshot;
 - ``strategies``: ``code(options, experiment, results)`` when all training runs have ended;
 - ``evaluations``: ``code(options, experiment, results)`` when all snapshots are evaluated;
 - ``nothing``: ``code(options, experiment, results)`` at any time.
@@ -19,7 +19,7 @@ from kairos.section import field
 from kairos.stages import run_folder
 from kairos_timesteps.errors import demand
 
-Reads = Literal["milestone", "strategies", "evaluations", "nothing"]
+Reads = Literal["snapshot", "strategies", "evaluations", "nothing"]
 ADAPTIVE = ("adaptive", "adaptive_official", "adaptive_paper")  # samplers that have a subset S
 
 
@@ -41,7 +41,7 @@ ANALYSES: Components[AnalysisOptions] = Components("analysis")
 class SnapshotOptions(AnalysisOptions):
     """Base class of the options of an analysis of networks at snapshots."""
 
-    reads: ClassVar[Reads] = "milestone"
+    reads: ClassVar[Reads] = "snapshot"
 
     methods: list[str] | None = field(None, "methods that are analysed; null: all")
     milestones: list[int] | None = field(None, "steps of the snapshots that are analysed; null: all")

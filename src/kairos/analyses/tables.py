@@ -25,7 +25,7 @@ def measure_snapshot(
         FileNotFoundError: the snapshot is missing.
         KairosError: the snapshot is damaged, or the latents are missing or incomplete.
     """
-    record = read_record(snapshot / "milestone.json")
+    record = read_record(snapshot / "snapshot.json")
     rows = analysis.build(snapshot, open_latents(latents), device)
     snapshot_columns = {key: record[key] for key in ("method", "seed", "step")}
     write_table(pd.DataFrame([snapshot_columns | row for row in rows]), out)

@@ -27,11 +27,11 @@ class Codec:
     """The codec of experiments without an autoencoder, whose x0 is the image; base class of other codecs.
 
     Attributes:
-        manifest: record of stage autoencoder.
+        record: record of stage autoencoder.
         device: device of the computation.
     """
 
-    manifest: dict[str, Any]
+    record: dict[str, Any]
     device: torch.device
 
     def encode(self, images: Images) -> tuple[EncodedImages, EncodedImages | None]:
@@ -50,8 +50,8 @@ class Codec:
         return x0
 
     def to_model_space(self, z: EncodedImages) -> EncodedImages:
-        """Convert latents z to x0 = (z − shift) · scale, with shift and scale of the manifest (0 and 1 for pixels)."""
-        x0: EncodedImages = (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
+        """Convert latents z to x0 = (z − shift) · scale, with shift and scale of the record (0 and 1 for pixels)."""
+        x0: EncodedImages = (z - self.record["shift_factor"]) * self.record["scaling_factor"]
         return x0
 
     def reconstruct(self, images: Images) -> ImageArray:
@@ -110,7 +110,7 @@ class AutoencoderCodec(Codec):
         Raises:
             NotFiniteError: a pixel is not finite.
         """
-        z = x0.to(self.device) / self.manifest["scaling_factor"] + self.manifest["shift_factor"]
+        z = x0.to(self.device) / self.record["scaling_factor"] + self.record["shift_factor"]
         images: Images = self.model.decode(z).sample
         demand_finite(images, f"autoencoder {self.source}: pixels of {len(images)} decoded images", REMEDY)
         return images.mean(dim=1, keepdim=True) if self.grey else images
@@ -124,27 +124,27 @@ def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
 
     Raises:
         KairosError: the folder is missing or not complete, or the autoencoder cannot be loaded.
-        DamagedError: the manifest is damaged, or a file that it lists is missing or does not match its checksum.
+        DamagedError: the record is damaged, or a file that it lists is missing or does not match its checksum.
     """
     folder = Path(folder)
-    manifest = open_record(folder, f"autoencoder --config F --dataset DIR --out {folder}")
-    if manifest["kind"] == "none":
-        return Codec(manifest, torch.device(device))
-    check_files(folder, manifest["files"], "make it again with: kairos autoencoder")
-    return make_codec(load_model(folder), manifest, device, source=str(folder))
+    record = open_record(folder, f"autoencoder --config F --dataset DIR --out {folder}")
+    if record["kind"] == "none":
+        return Codec(record, torch.device(device))
+    check_files(folder, record["files"], "make it again with: kairos autoencoder")
+    return make_codec(load_model(folder), record, device, source=str(folder))
 
 
-def make_codec(model: Any, manifest: dict[str, Any], device: torch.device | str, source: str) -> AutoencoderCodec:
+def make_codec(model: Any, record: dict[str, Any], device: torch.device | str, source: str) -> AutoencoderCodec:
     """Return a codec with an autoencoder of diffusers, which is moved to the device and frozen.
 
-    `model` itself changes: it is in evaluation mode afterwards, and its weights require no gradients. `manifest`
+    `model` itself changes: it is in evaluation mode afterwards, and its weights require no gradients. `record`
     contains at least ``scaling_factor``, ``shift_factor`` and ``image_shape``. The images of the codec are grey if they
     have one channel and the model takes three. Error messages contain `source`, a folder or hub id.
     """
     model = model.to(device).eval().requires_grad_(False)
-    image_channels, _, _ = manifest["image_shape"]
+    image_channels, _, _ = record["image_shape"]
     is_grey = image_channels == 1 and model.config.in_channels == 3
-    return AutoencoderCodec(manifest=manifest, device=torch.device(device), model=model, grey=is_grey, source=source)
+    return AutoencoderCodec(record=record, device=torch.device(device), model=model, grey=is_grey, source=source)
 
 
 def load_model(folder: Path | str) -> Any:

@@ -41,7 +41,7 @@ def encode(
     text: Path | None = None,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """Encode the images of a data set as latent moments, write the folder and return its manifest.
+    """Encode the images of a data set as latent moments, write the folder and return its record.
 
     With `shard`, only a slice of the images is encoded, and a later call with `shard_folders` merges the shards.
     Without an autoencoder no array is written, since training reads the pixels of the data set. An earlier result in
@@ -69,8 +69,8 @@ def encode(
     """
     _check_shapes(dataset, codec, factor)
     identity = {
-        "autoencoder": codec.manifest["sha256"],
-        "dataset": dataset.manifest["content_sha256"],
+        "autoencoder": codec.record["sha256"],
+        "dataset": dataset.record["content_sha256"],
         "flips": flips,
         "batch_size": batch_size,
         "low_resolution": factor,
@@ -84,24 +84,24 @@ def encode(
         return _encode_shard(dataset, codec, out, identity, shard)
 
     # arrays, in the private folder; the captions are opened first, because `prepare_folder` deletes the old result
-    text_manifest = open_encoded_captions(text, dataset).manifest if text else None
+    text_record = open_encoded_captions(text, dataset).record if text else None
     with lock_folder(out):
         partial = prepare_folder(out, _ARRAYS)
         all_rows = range(len(dataset.images))
-        if codec.manifest["kind"] == "none":
+        if codec.record["kind"] == "none":
             files: dict[str, str] = {}  # training reads the pixels of the data set
         elif shard_folders:
             files = _merge_shards(shard_folders, identity, partial, all_rows)
         else:
             files = _encode_moments(dataset, codec, partial, identity, all_rows)
 
-        # manifest
-        manifest = _describe_content(dataset, codec, files, flips, factor, text_manifest, dtype)
-        manifest["dataset"] = _relative_path(dataset.folder, out)
+        # record
+        record = _describe_content(dataset, codec, files, flips, factor, text_record, dtype)
+        record["dataset"] = _relative_path(dataset.folder, out)
         if text:
-            manifest["text"] = _relative_path(text, out)
-        publish_arrays(out, manifest)
-    return manifest
+            record["text"] = _relative_path(text, out)
+        publish_arrays(out, record)
+    return record
 
 
 def _describe_content(
@@ -110,10 +110,10 @@ def _describe_content(
     files: dict[str, str],
     flips: bool,
     factor: int | None,
-    text_manifest: dict[str, Any] | None,
+    text_record: dict[str, Any] | None,
     dtype: str,
 ) -> dict[str, Any]:
-    """Return the fields of the manifest that determine the training data, and their hash ``content_sha256``.
+    """Return the fields of the record that determine the training data, and their hash ``content_sha256``.
 
     `encode` adds the paths of the data set and of stage text later, so that the hash does not depend on them.
 
@@ -123,30 +123,30 @@ def _describe_content(
         files: hash of each array file by name; empty for pixels.
         flips: flipped images were encoded too.
         factor: downsampling factor of condition ``low_resolution``; None: no such condition.
-        text_manifest: manifest of stage text, for condition ``text``; None: no captions.
+        text_record: record of stage text, for condition ``text``; None: no captions.
         dtype: data type of the latents on disk.
     """
-    manifest: dict[str, Any] = {
+    record: dict[str, Any] = {
         "kind": "moments" if files else "pixels",
-        "shape": codec.manifest["latent_shape"],
+        "shape": codec.record["latent_shape"],
         "count": len(dataset.images),
-        "scaling_factor": codec.manifest["scaling_factor"],
-        "shift_factor": codec.manifest["shift_factor"],
+        "scaling_factor": codec.record["scaling_factor"],
+        "shift_factor": codec.record["shift_factor"],
         "flips": flips,
-        "autoencoder_sha256": codec.manifest["sha256"],
-        "dataset_sha256": dataset.manifest["content_sha256"],
+        "autoencoder_sha256": codec.record["sha256"],
+        "dataset_sha256": dataset.record["content_sha256"],
         "files": files,
         "dtype": dtype,
     }
-    conditions = dict(dataset.manifest["conditions"])
+    conditions = dict(dataset.record["conditions"])
     if factor:
-        shape = codec.manifest["latent_shape"]
+        shape = codec.record["latent_shape"]
         conditions["low_resolution"] = {"kind": "image", "shape": shape, "factor": factor}
-    if text_manifest is not None:
-        conditions["text"] = text_manifest["condition"]
-        manifest["text_sha256"] = text_manifest["content_sha256"]
-    manifest["conditions"] = conditions
-    return {**manifest, "content_sha256": sha256_json(manifest)}
+    if text_record is not None:
+        conditions["text"] = text_record["condition"]
+        record["text_sha256"] = text_record["content_sha256"]
+    record["conditions"] = conditions
+    return {**record, "content_sha256": sha256_json(record)}
 
 
 def _relative_path(folder: Path, start: Path) -> str:
@@ -161,9 +161,9 @@ def _check_shapes(dataset: PreparedDataset, codec: Codec, factor: int | None) ->
         ConfigError: the factor does not divide the height or the width of the images.
         KairosError: the autoencoder is for images of another shape.
     """
-    if list(dataset.shape) != codec.manifest["image_shape"]:
+    if list(dataset.shape) != codec.record["image_shape"]:
         raise KairosError(
-            f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "
+            f"the autoencoder is for images of shape {codec.record['image_shape']} (channels, height, width), the "
             f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
         )
     _, height, width = dataset.shape
@@ -176,9 +176,9 @@ def _check_shapes(dataset: PreparedDataset, codec: Codec, factor: int | None) ->
 def _encode_shard(
     dataset: PreparedDataset, codec: Codec, out: Path, identity: dict[str, Any], shard: Shard
 ) -> dict[str, Any]:
-    """Encode one shard of the images, write its folder, and return its manifest.
+    """Encode one shard of the images, write its folder, and return its record.
 
-    The manifest contains `identity`, `Shard.record` under ``shard``, and ``files``. The arrays are computed in the
+    The record contains `identity`, `Shard.record` under ``shard``, and ``files``. The arrays are computed in the
     hidden folder ``.<name of out>`` next to `out`, from which an interrupted job resumes. It replaces `out` at the end:
     a killed job leaves there the old folder, nothing or the complete new folder.
 
@@ -186,7 +186,7 @@ def _encode_shard(
         ConfigError: there is no autoencoder, so nothing is encoded.
         KairosError: a latent is too large for the data type on disk, or another process is writing the folder.
     """
-    if codec.manifest["kind"] == "none":
+    if codec.record["kind"] == "none":
         raise ConfigError("--shard: got one with autoencoder.kind none, allowed: none, since pixels are not encoded")
     count = len(dataset.images)
     batch_size = identity["batch_size"]
@@ -194,12 +194,12 @@ def _encode_shard(
     out.parent.mkdir(parents=True, exist_ok=True)
     with lock_folder(out, path=out.with_name(f".tmp-{out.name}.lock")):  # `out` itself is replaced
         files = _encode_moments(dataset, codec, partial, identity, shard.rows(count, batch_size))
-        manifest = {**identity, "shard": shard.record(count, batch_size), "files": files}
-        write_record(partial / "manifest.json", manifest)
+        record = {**identity, "shard": shard.record(count, batch_size), "files": files}
+        write_record(partial / "record.json", record)
         shutil.rmtree(out, ignore_errors=True)
         os.rename(partial, out)
         sync_to_disk(out.parent)
-    return manifest
+    return record
 
 
 def _merge_shards(folders: Sequence[Path], identity: dict[str, Any], partial: Path, rows: range) -> dict[str, str]:
@@ -275,7 +275,7 @@ def _encode_moments(
         return arrays
 
     names = list(compute(np.arange(1)))  # the first image shows which arrays the autoencoder has
-    arrays = dict.fromkeys(names, (tuple(codec.manifest["latent_shape"]), dtype))
+    arrays = dict.fromkeys(names, (tuple(codec.record["latent_shape"]), dtype))
     batch_size = identity["batch_size"]
     return fill_arrays(partial, identity, arrays, rows, batch_size, compute=compute, label="encode", unit="image")
 

@@ -96,7 +96,7 @@ def train(
     settings = {
         # the excluded fields do not change the steps
         "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size", "dtype", "shards"}),
-        "dataset": dataset.manifest["content_sha256"],
+        "dataset": dataset.record["content_sha256"],
         "code": hash_modules([__name__]),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -31,13 +31,13 @@ _STATE = ".state.pt"  # checkpoint of an interrupted training run
 def make_autoencoder(
     config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool = False
 ) -> dict[str, Any]:
-    """Train or load the autoencoder, write its folder and return its manifest.
+    """Train or load the autoencoder, write its folder and return its record.
 
-    The folder contains configuration, weights, a picture of reconstructions and the manifest; with kind ``none`` only
-    the manifest, where ``psnr`` is None and ``psnr_of`` is missing. Shapes in the manifest are channels, height and
+    The folder contains configuration, weights, a picture of reconstructions and the record; with kind ``none`` only
+    the record, where ``psnr`` is None and ``psnr_of`` is missing. Shapes in the record are channels, height and
     width. A shift factor that is missing in the autoencoder's configuration is 0.
 
-    An existing manifest is deleted first, so that it exists only in a complete folder. The checkpoint of the training
+    An existing record is deleted first, so that it exists only in a complete folder. The checkpoint of the training
     run is deleted at the end. The end of start-up is marked, see `resource_usage.end_startup`.
 
     Args:
@@ -53,8 +53,8 @@ def make_autoencoder(
         NotFiniteError: weights, latents or decoded pixels of the autoencoder are not finite, or its training diverges.
     """
     out.mkdir(parents=True, exist_ok=True)
-    (out / "manifest.json").unlink(missing_ok=True)
-    manifest: dict[str, Any] = {
+    (out / "record.json").unlink(missing_ok=True)
+    record: dict[str, Any] = {
         "kind": config.kind,
         "class": None,
         "scaling_factor": 1.0,
@@ -72,15 +72,15 @@ def make_autoencoder(
             model = _train(config, dataset, out, device, flips)
         else:
             model = _load_pretrained(config, dataset)
-        manifest["class"] = type(model).__name__
-        manifest["scaling_factor"] = float(model.config.scaling_factor)
-        manifest["shift_factor"] = float(model.config.get("shift_factor") or 0.0)
-        _check_factors(manifest, config)
-        codec = make_codec(model, manifest, device, source=config.path or str(out))
-        manifest |= _measure_and_save(codec, dataset, out, config.encode_batch_size)
-    write_record(out / "manifest.json", manifest)
+        record["class"] = type(model).__name__
+        record["scaling_factor"] = float(model.config.scaling_factor)
+        record["shift_factor"] = float(model.config.get("shift_factor") or 0.0)
+        _check_factors(record, config)
+        codec = make_codec(model, record, device, source=config.path or str(out))
+        record |= _measure_and_save(codec, dataset, out, config.encode_batch_size)
+    write_record(out / "record.json", record)
     (out / _STATE).unlink(missing_ok=True)
-    return manifest
+    return record
 
 
 def _train(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool) -> Any:
@@ -131,13 +131,13 @@ def _load_pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any
     return model
 
 
-def _check_factors(manifest: dict[str, Any], config: AutoencoderConfig) -> None:
-    """Check that scaling and shift factor in a manifest can convert latents to x0 and back.
+def _check_factors(record: dict[str, Any], config: AutoencoderConfig) -> None:
+    """Check that scaling and shift factor in a record can convert latents to x0 and back.
 
     Raises:
         ConfigError: a factor is not finite, or the scaling factor is 0.
     """
-    scaling, shift = manifest["scaling_factor"], manifest["shift_factor"]
+    scaling, shift = record["scaling_factor"], record["shift_factor"]
     if not (math.isfinite(scaling) and scaling != 0 and math.isfinite(shift)):
         raise ConfigError(
             f"autoencoder.path: config.json of {config.path!r} has scaling_factor {scaling} and shift_factor {shift}, "
@@ -146,7 +146,7 @@ def _check_factors(manifest: dict[str, Any], config: AutoencoderConfig) -> None:
 
 
 def _measure_and_save(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:
-    """Measure the reconstruction error, save the autoencoder and a picture, and return their fields of the manifest.
+    """Measure the reconstruction error, save the autoencoder and a picture, and return their fields of the record.
 
     At most 512 held-out images are measured, or training images if none are held out; the picture shows the first 16.
     The fields are ``latent_shape``, ``psnr`` (dB), ``psnr_of`` (which images), ``files`` (hash of each file) and

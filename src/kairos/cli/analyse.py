@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kairos.cli.common import add_config, add_timing, demand_option, set_up_device, write_timing
-from kairos.milestones import step_name
+from kairos.snapshots import step_name
 
 if TYPE_CHECKING:
     from kairos.analyses.settings import AnalysisOptions
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     for option in ("method", "seed"):
         value = getattr(arguments, option)
         demand_option((value is None) == (step is None), option, value, "a value with --step, none without")
-    measures_snapshots = analysis.reads == "milestone"
+    measures_snapshots = analysis.reads == "snapshot"
     demand_option(step is None or measures_snapshots, "step", step, f"none: {analysis.name} measures no snapshots")
 
     # imported after the checks of the arguments, since it takes seconds
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         else:
             tables.measure_snapshot(
                 analysis,
-                snapshot=results / job.run_folder.relative_to(job.results) / "milestones" / step_name(step),
+                snapshot=results / job.run_folder.relative_to(job.results) / "snapshots" / step_name(step),
                 latents=results / "latents",
                 out=files[0],
                 device=set_up_device(job.experiment),

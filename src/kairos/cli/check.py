@@ -125,10 +125,10 @@ def _find_dataset_warnings(results: Path) -> list[str]:
     Raises:
         DamagedError: the record is damaged.
     """
-    manifest = results / "dataset" / "manifest.json"
-    if not manifest.is_file():
+    record = results / "dataset" / "record.json"
+    if not record.is_file():
         return []
-    return [f"warning: {manifest.parent}: {warning}" for warning in read_record(manifest)["warnings"]]
+    return [f"warning: {record.parent}: {warning}" for warning in read_record(record)["warnings"]]
 
 
 def _wrap(text: str) -> str:

@@ -118,7 +118,7 @@ def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any
     """Return a tuple of values for each repetition of options that are repeated together.
 
     ``--samples a --out x --samples b --out y`` results in ``[(a, x, None), (b, y, None)]`` for options samples, out and
-    milestone: the last option may be omitted, and is then None. If no option is set, the list is empty.
+    snapshot: the last option may be omitted, and is then None. If no option is set, the list is empty.
 
     Args:
         arguments: arguments of the command; None or an empty list for an option that is not set.

@@ -120,14 +120,14 @@ def _prepare_dataset(experiment: "Experiment", out: Path) -> Outcome:
 
     source = open_source(experiment.dataset)
     resource_usage.end_startup()
-    manifest = write_dataset(experiment.dataset, source, out)
-    size = f"{manifest['height']}×{manifest['width']}×{manifest['channels']}"
-    description = f"{manifest['train_count']} training and {manifest['heldout_count']} held-out images of {size}"
-    if "captions" in manifest:
-        description += f" with {manifest['captions']['count']} captions"
-    if manifest["skipped"]:
-        description += f", {len(manifest['skipped'])} broken skipped"
-    return description, {"images": manifest["count"]}
+    record = write_dataset(experiment.dataset, source, out)
+    size = f"{record['height']}×{record['width']}×{record['channels']}"
+    description = f"{record['train_count']} training and {record['heldout_count']} held-out images of {size}"
+    if "captions" in record:
+        description += f" with {record['captions']['count']} captions"
+    if record["skipped"]:
+        description += f", {len(record['skipped'])} broken skipped"
+    return description, {"images": record["count"]}
 
 
 def _make_autoencoder(
@@ -142,12 +142,12 @@ def _make_autoencoder(
     """
     from kairos.autoencoders.train_or_load import make_autoencoder
 
-    manifest = make_autoencoder(experiment.autoencoder, dataset, out, device, flips=experiment.dataset.flips)
+    record = make_autoencoder(experiment.autoencoder, dataset, out, device, flips=experiment.dataset.flips)
     quality = ""
-    if manifest["psnr"] is not None:
-        quality = f", PSNR {manifest['psnr']:.1f} dB on {manifest['psnr_of']}"
-    shape = "×".join(map(str, manifest["latent_shape"]))
-    return f"{manifest['kind']}, x0 of shape {shape}{quality}", {"psnr": manifest["psnr"]}
+    if record["psnr"] is not None:
+        quality = f", PSNR {record['psnr']:.1f} dB on {record['psnr_of']}"
+    shape = "×".join(map(str, record["latent_shape"]))
+    return f"{record['kind']}, x0 of shape {shape}{quality}", {"psnr": record["psnr"]}
 
 
 def _encode_captions(
@@ -167,9 +167,9 @@ def _encode_captions(
 
     if experiment.text_encoder is None:
         raise rejection("text_encoder", "null", "{path: ...}, the encoder of the captions")
-    manifest = encode_captions(experiment.text_encoder, dataset, out, device)  # marks the end of start-up
-    shape = "×".join(map(str, manifest["condition"]["shape"]))
-    return f"{manifest['count']} encoded captions, each of shape {shape}", {"captions": manifest["count"]}
+    record = encode_captions(experiment.text_encoder, dataset, out, device)  # marks the end of start-up
+    shape = "×".join(map(str, record["condition"]["shape"]))
+    return f"{record['count']} encoded captions, each of shape {shape}", {"captions": record["count"]}
 
 
 def _encode_images(
@@ -196,7 +196,7 @@ def _encode_images(
     if "text" in experiment.conditions:
         text_folder = arguments.text or results / "text"
     resource_usage.end_startup()
-    manifest = encode(
+    record = encode(
         dataset,
         codec,
         out,
@@ -209,9 +209,9 @@ def _encode_images(
         dtype=experiment.autoencoder.dtype,
     )
     if arguments.shard is not None:
-        shard = manifest["shard"]
+        shard = record["shard"]
         return f"images {shard['first']} to {shard['end']}, shard {shard['number']} of {shard['of']}", {}
-    shape = "×".join(map(str, manifest["shape"]))
-    flipped = ", with flipped images" if manifest["flips"] else ""
-    description = f"{manifest['kind']} of {manifest['count']} images, x0 of shape {shape}{flipped}"
-    return description, {"images": manifest["count"]}
+    shape = "×".join(map(str, record["shape"]))
+    flipped = ", with flipped images" if record["flips"] else ""
+    description = f"{record['kind']} of {record['count']} images, x0 of shape {shape}{flipped}"
+    return description, {"images": record["count"]}

@@ -46,7 +46,7 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.epilog = (
         "With --config: the samples of a training run. Without: those in --samples; repeat --samples, --out and "
-        "--milestone, in pairs, to evaluate several files in one job."
+        "--snapshot, in pairs, to evaluate several files in one job."
     )
     add_job(parser, required=False)
     add(
@@ -57,13 +57,13 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         help="npz of generated images (repeatable)",
     )
     add("--out", type=Path, action="append", metavar="F", help="JSON record to write (repeatable)")
-    reference = "reference.json or its folder; or an npz of real images (with --extractor)"
+    reference = "reference/record.json or its folder; or an npz of real images (with --extractor)"
     add("--reference", type=Path, metavar="F", help=reference)
-    milestone = "snapshot whose validation loss is added to the record (repeatable)"
-    add("--milestone", type=Path, action="append", metavar="D", help=milestone)
+    snapshot = "snapshot whose validation loss is added to the record (repeatable)"
+    add("--snapshot", type=Path, action="append", metavar="D", help=snapshot)
     extractor = "folder, or the published inception or dinov2; default: ../extractor of the reference"
     add("--extractor", type=Path, metavar="DIR", help=extractor)
-    add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents of the milestone")
+    add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents of the snapshot")
     add(
         "--metrics",
         metavar="M,...",
@@ -145,7 +145,7 @@ def _build_extractor(arguments: argparse.Namespace, job: Job) -> None:
 def _build_reference(arguments: argparse.Namespace, job: Job) -> None:
     """Write the statistics of real images and the reference rows, such as the distance of held-out images.
 
-    Data set, autoencoder, latents and extractor are read. The statistics and ``reference.json`` are written to
+    Data set, autoencoder, latents and extractor are read. The statistics and ``reference/record.json`` are written to
     ``--out``.
 
     Raises:
@@ -170,7 +170,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     """Compare samples with the reference, and write their records.
 
     With ``--config``, the samples are those of a training run, and all files are in the folder of results. Without, the
-    options name the files. With ``--milestone``, a record contains the validation loss of the snapshot too. Without
+    options name the files. With ``--snapshot``, a record contains the validation loss of the snapshot too. Without
     ``--metrics``, the metrics of the reference are measured, or for an npz reference the default metrics of the
     extractor. If a file cannot be evaluated, the records of earlier files remain.
 
@@ -180,20 +180,20 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             reference is not an npz file.
         KairosError: a file is missing or damaged, or files do not belong together.
     """
-    by_hand = ("samples", "out", "milestone", "reference", "extractor", "latents", "metrics", "sets")
+    by_hand = ("samples", "out", "snapshot", "reference", "extractor", "latents", "metrics", "sets")
     check_command_form(arguments, by_hand)
     if arguments.config is not None:
         _evaluate_run(arguments, open_job(arguments))
         return
     for option in ("samples", "out", "reference"):
         demand_option(getattr(arguments, option), option, "none", "a path, or --config, --method and --seed")
-    outputs = pair_options(arguments, "samples", "out", "milestone")
+    outputs = pair_options(arguments, "samples", "out", "snapshot")
     sets = 1 if arguments.sets is None else arguments.sets
     demand_option(sets >= 1, "sets", sets, "1 or more")
 
     from kairos.evaluation import evaluate  # imported after the checks of the arguments, since it takes seconds
 
-    jobs = [evaluate.EvaluationJob(samples, out, milestone) for samples, out, milestone in outputs]
+    jobs = [evaluate.EvaluationJob(samples, out, snapshot) for samples, out, snapshot in outputs]
     evaluate.run(
         jobs,
         arguments.reference,
@@ -224,12 +224,12 @@ def _evaluate_run(arguments: argparse.Namespace, job: Job) -> None:
         evaluation_job = evaluate.EvaluationJob(
             samples=folder / "samples" / f"{result.snapshot}.npz",
             out=folder / "evaluation" / f"{result.snapshot}.json",
-            milestone=folder / "milestones" / str(result.snapshot),
+            snapshot=folder / "snapshots" / str(result.snapshot),
         )
         jobs[evaluation_job] = result
     evaluate.run(
         list(jobs),
-        results / "reference" / "reference.json",
+        results / "reference" / "record.json",
         extractor=results / "extractor",
         latents=results / "latents",
         device=arguments.device,

@@ -9,12 +9,12 @@ from kairos.stages import RUN_FOLDERS
 from kairos_timesteps.errors import demand, rejection
 
 # where snapshots are below a folder of snapshots, a training run, a method, all methods, an experiment, and all results
-_SNAPSHOTS_OF_EXPERIMENT = f"{RUN_FOLDERS}/milestones/*"
+_SNAPSHOTS_OF_EXPERIMENT = f"{RUN_FOLDERS}/snapshots/*"
 _SNAPSHOT_PATTERNS = (
     "*",
-    "milestones/*",
-    "seed*/milestones/*",
-    "*/seed*/milestones/*",
+    "snapshots/*",
+    "seed*/snapshots/*",
+    "*/seed*/snapshots/*",
     _SNAPSHOTS_OF_EXPERIMENT,
     f"*/{_SNAPSHOTS_OF_EXPERIMENT}",
 )
@@ -23,7 +23,7 @@ _SNAPSHOT_PATTERNS = (
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `kairos export`."""
     parser.add_argument("form", choices=("tensorboard", "wandb", "hub"), metavar="tensorboard|wandb|hub")
-    snapshot = "results/<experiment>/methods/<method>/seed0/milestones/N"
+    snapshot = "results/<experiment>/methods/<method>/seed0/snapshots/N"
     path = f"results/<experiment> or an experiment file; hub: a snapshot, {snapshot}"
     parser.add_argument("path", type=Path, metavar="PATH", help=path)
     parser.add_argument(
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.tracking import export
 
     path, out = arguments.path, arguments.out
-    is_snapshot = (path / "milestone.json").is_file()
+    is_snapshot = (path / "snapshot.json").is_file()
     if arguments.form == "hub" and not is_snapshot:
         _list_snapshots(path, out)
         return
@@ -71,14 +71,14 @@ def _list_snapshots(path: Path, out: Path | None) -> None:
         ConfigError: there is no snapshot; or `out` is set, although only a single snapshot can be exported. In the
             second case the folders are printed before.
     """
-    allowed = "a snapshot's folder, which contains milestone.json"
+    allowed = "a snapshot's folder, which contains snapshot.json"
     if path.is_file():
         _, folder = load_experiment_at(path)
     else:
         folder = path
     records: list[Path] = []
     for pattern in _SNAPSHOT_PATTERNS:
-        records += folder.glob(f"{pattern}/milestone.json")
+        records += folder.glob(f"{pattern}/snapshot.json")
     demand(records, "PATH", path, allowed)
     for record in sorted(records):
         print(record.parent)

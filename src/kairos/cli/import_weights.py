@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
         step=arguments.step,
     )
     x0_shape = "×".join(map(str, record["shape"]))
-    command = f"kairos sample --milestone {out} --autoencoder DIR --out F.npz --num N"
+    command = f"kairos sample --snapshot {out} --autoencoder DIR --out F.npz --num N"
     log(f"{out}: snapshot of {experiment.model.name}, x0 of shape {x0_shape}; generate images: {command}")
 
 
@@ -106,7 +106,7 @@ def _accepts_import(folder: Path) -> bool:
     Return False for a file, and for any other folder. Permissions are not checked.
 
     Raises:
-        DamagedError: milestone.json in the folder is damaged.
+        DamagedError: snapshot.json in the folder is damaged.
     """
     from kairos.files import read_record
 
@@ -116,7 +116,7 @@ def _accepts_import(folder: Path) -> bool:
         return False
     if not any(folder.iterdir()):
         return True
-    record = folder / "milestone.json"
+    record = folder / "snapshot.json"
     return record.is_file() and "imported" in read_record(record)
 
 

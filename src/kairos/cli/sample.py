@@ -21,7 +21,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     ``--seed`` and ``--grid-images``, which are then None.
     """
     parser.epilog = (
-        "With --config: images of all snapshots of a training run, or of a segment. Without: repeat --milestone and "
+        "With --config: images of all snapshots of a training run, or of a segment. Without: repeat --snapshot and "
         "--out, in pairs, to "
         "sample from several snapshots in one job; options that are omitted have the values of the snapshot's "
         "configuration. Image i depends only on the seed and on i."
@@ -30,7 +30,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
 
     # snapshots, files to write, and images
-    add("--milestone", type=Path, action="append", metavar="D", help="folder of a snapshot (repeatable)")
+    add("--snapshot", type=Path, action="append", metavar="D", help="folder of a snapshot (repeatable)")
     add("--out", type=Path, action="append", metavar="F", help="npz file to write (repeatable)")
     add("--grid", type=Path, action="append", metavar="F", help="PNG with a grid of the first images (repeatable)")
     add("--grid-images", type=int, metavar="N", help="number of images in the grid")
@@ -71,7 +71,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Generate images from snapshots: those of a training run with ``--config``, else those in ``--milestone``.
+    """Generate images from snapshots: those of a training run with ``--config``, else those in ``--snapshot``.
 
     With ``--config``, the images are written to ``samples`` in the folder of the training run, as the experiment
     configures them. Without, they are written to the npz files in ``--out``. With ``--shard``, each npz file contains
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
     ``--grid``, the first images are written as PNG too. Files read: snapshots, and the autoencoder and latents that
     they were trained on.
 
-    The record of ``--timing`` contains `milestones`, the number of snapshots, and `images`, ``--num`` for each snapshot
+    The record of ``--timing`` contains `snapshots`, the number of snapshots, and `images`, ``--num`` for each snapshot
     even if only a shard is generated.
 
     Raises:
@@ -89,14 +89,14 @@ def run(arguments: argparse.Namespace) -> None:
             fit a snapshot.
         KairosError: a file is missing or damaged; the npz files of earlier snapshots remain.
     """
-    by_hand = ("milestone", "out", "grid", "grid_images", "num", "autoencoder", "latents", "merge", *_SETTINGS)
+    by_hand = ("snapshot", "out", "grid", "grid_images", "num", "autoencoder", "latents", "merge", *_SETTINGS)
     check_command_form(arguments, by_hand, suppressed=_SETTINGS)
     if arguments.config is not None:
         _sample_run(arguments, open_job(arguments))
         return
-    for option in ("milestone", "out", "num"):
+    for option in ("snapshot", "out", "num"):
         demand_option(getattr(arguments, option) is not None, option, "none", "a value, or --config, --method, --seed")
-    outputs = pair_options(arguments, "milestone", "out", "grid")
+    outputs = pair_options(arguments, "snapshot", "out", "grid")
     shard_files = arguments.merge
     shards_per_output, remainder = divmod(len(shard_files), len(outputs))
     demand_option(remainder == 0, "merge", len(shard_files), f"an equal number for each of {len(outputs)} --out")
@@ -104,10 +104,10 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.sampling import sample  # imports torch, after the checks of the arguments
 
     jobs = []
-    for index, (milestone, out, grid) in enumerate(outputs):
+    for index, (snapshot, out, grid) in enumerate(outputs):
         first_shard = index * shards_per_output
         shards = tuple(shard_files[first_shard : first_shard + shards_per_output])
-        jobs.append(sample.SamplingJob(milestone, out, grid, shards))
+        jobs.append(sample.SamplingJob(snapshot, out, grid, shards))
     # `vars` contains only the settings on the command line: the others are suppressed, see `add_arguments`
     overrides = {name: value for name, value in vars(arguments).items() if name in _SETTINGS}
     if arguments.grid_images is not None:
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> None:
         device=arguments.device,
     )
     sample.run(jobs, request)
-    write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))
+    write_timing(arguments, snapshots=len(jobs), images=arguments.num * len(jobs))
 
 
 def _sample_run(arguments: argparse.Namespace, job: Job) -> None:
@@ -149,7 +149,7 @@ def _sample_run(arguments: argparse.Namespace, job: Job) -> None:
             seed = str(job.seed)
             out = Path(job.layout.shard_path("sample", job.shard.name, str(job.method), seed, name))
         shards = tuple(job.list_finished_shards(name))
-        jobs[sample.SamplingJob(folder / "milestones" / name, out, None if job.shard else grid, shards)] = result
+        jobs[sample.SamplingJob(folder / "snapshots" / name, out, None if job.shard else grid, shards)] = result
     overrides = experiment.sampling.model_dump(mode="json", exclude={"shards", "seed"})
     image_count = experiment.evaluation.num_samples * experiment.evaluation.sets
     request = sample.SamplingRequest(
@@ -169,7 +169,7 @@ def _sample_run(arguments: argparse.Namespace, job: Job) -> None:
 
     sample.run(list(jobs), request, finished=record)
     if jobs:
-        write_timing(arguments, job.timing_file, milestones=len(jobs), images=image_count * len(jobs))
+        write_timing(arguments, job.timing_file, snapshots=len(jobs), images=image_count * len(jobs))
 
 
 def _check_overrides(overrides: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     versions = "resume a checkpoint of other versions of torch or diffusers; pipeline jobs never do"
     add("--accept-versions", action="store_true", help=versions)
     add(
-        "--milestones-only",
+        "--snapshots-only",
         action="store_true",
         help="write only the snapshots, since a later job resumes the training run",
     )
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Train one method with one seed, or resume its training run, and write the snapshots to its folder.
 
     Files read: the experiment file and the latents. Files written to the folder: snapshots, the state to resume from,
-    and without ``--milestones-only`` also checkpoint, metrics and record of the run. A complete run computes no step.
+    and without ``--snapshots-only`` also checkpoint, metrics and record of the run. A complete run computes no step.
 
     A request to stop ends training after the current step, with a checkpoint, and its reason is logged. Requests are
     SIGTERM, SIGUSR1, Ctrl-C and the approaching end of a SLURM job. A second Ctrl-C ends the process at once.
@@ -75,7 +75,7 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
     job = open_job(arguments)
     milestones = _select_milestones(arguments, job)
     has_default_files = not (arguments.out or arguments.latents or arguments.milestones or arguments.restart)
-    if has_default_files and not arguments.milestones_only and job.has_complete_training():
+    if has_default_files and not arguments.snapshots_only and job.has_complete_training():
         log(f"{job.run_folder}: settings, code and inputs are unchanged, 0 steps to do")
         return
     is_distributed = job.experiment.training.processes > 1
@@ -139,7 +139,7 @@ def _train_in_this_process(
             local_latents,
             milestones,
             restart=arguments.restart,
-            milestones_only=arguments.milestones_only or (segment is not None and not segment.is_last),
+            snapshots_only=arguments.snapshots_only or (segment is not None and not segment.is_last),
             wait=arguments.wait or segment is not None,
             stop_request=stop_request,
             accept_versions=arguments.accept_versions,

@@ -4,7 +4,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-_RECORDS = ("manifest.json", "reference.json", "milestone.json", "training.json", "report.json", "tracking.json")
+_RECORDS = ("record.json", "snapshot.json", "training.json", "report.json", "tracking.json")
 _FOLDERS = ("samples", "evaluation", "analyses")  # folders with records that have the names of snapshots or analyses
 
 
@@ -22,20 +22,20 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Check the files in a folder, or with ``--against`` compare all results with a recording; no file is written.
 
-    A folder with milestone.json is a snapshot, and one with training.json a training run. For these, a line ``file
+    A folder with snapshot.json is a snapshot, and one with training.json a training run. For these, a line ``file
     sha256`` is printed for each file of the snapshot, or ``component sha256`` for each component of the run. For any
     other folder, the records below it are checked with the files that they list.
 
     Raises:
         KairosError: a file is missing or damaged, the folder has no record, or results differ from the recording.
     """
-    from kairos.milestones import check_milestone
+    from kairos.snapshots import check_snapshot
 
     folder = arguments.folder
     if arguments.against:
         _compare_with_recording(arguments.against, arguments.config)
-    elif (folder / "milestone.json").exists():
-        record = check_milestone(folder)
+    elif (folder / "snapshot.json").exists():
+        record = check_snapshot(folder)
         for name, digest in sorted(record["files"].items()):
             print(f"{name} {digest}")
     elif (folder / "training.json").exists():
@@ -77,7 +77,8 @@ def _verify_records(folder: Path, prints: bool = True) -> None:
         except KairosError as error:
             problems.append(f"{error}; {remedy}" if is_samples else str(error))
         else:
-            counts[path.parent.name if path.parent.name in _FOLDERS else path.name] += 1
+            has_kind_of_folder = path.name == "record.json" or path.parent.name in _FOLDERS
+            counts[path.parent.name if has_kind_of_folder else path.name] += 1
     if not counts and not problems:
         raise KairosError(f"{folder}: no record there; pass a folder of results, a stage, a training run or a snapshot")
     for name, count in sorted(counts.items()):
@@ -96,12 +97,12 @@ def _verify_training_run(folder: Path) -> None:
         DamagedError: a file is missing or damaged.
     """
     from kairos.files import list_by_step
-    from kairos.milestones import check_milestone
+    from kairos.snapshots import check_snapshot
 
     for name, digest in _check_components(folder).items():
         print(f"{name} {digest}")
-    for milestone in list_by_step(folder / "milestones"):
-        check_milestone(milestone)
+    for snapshot in list_by_step(folder / "snapshots"):
+        check_snapshot(snapshot)
     for name in ("samples", "evaluation"):
         if (folder / name).is_dir():
             _verify_records(folder / name, prints=False)

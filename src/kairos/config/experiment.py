@@ -33,10 +33,10 @@ from kairos.diffusion import DiffusionConfig, MethodConfig
 from kairos.evaluation.extractor_choice import choose_extractor
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import DamagedError, glance, read_json, sha256_json, write_json, write_text
-from kairos.milestones import hash_start_weights
 from kairos.models.settings import BACKBONES, BackboneOptions
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import Section, check, field
+from kairos.snapshots import hash_start_weights
 from kairos.text_encoders.settings import TextEncoderConfig
 from kairos.training.lengths import length_in_steps
 from kairos.training.settings import RunSettings, TrainingConfig

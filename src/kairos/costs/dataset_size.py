@@ -82,7 +82,7 @@ def find_dataset_size(
     """
     # shapes and numbers of images
     assumed = experiment.known or KnownConfig()  # facts in the experiment file, used if the data are not at hand
-    dataset_record = _read_manifest(results / "dataset")
+    dataset_record = _read_record(results / "dataset")
     image_shape, image_count, train_count, count_source = _find_image_counts(experiment, dataset_record)
     x0_shape, latent_arrays = _find_x0_shape(experiment, results, image_shape, x0_shape)
 
@@ -134,7 +134,7 @@ def _find_x0_shape(
         ConfigError: the shape is not known, or the autoencoder does not accept images of `image_shape`.
     """
     autoencoder = experiment.autoencoder
-    latents_record = _read_manifest(results / "latents")
+    latents_record = _read_record(results / "latents")
     if autoencoder.kind == "none":  # pixel space
         configured_shape, arrays = image_shape, 0
     else:
@@ -153,9 +153,9 @@ def _find_x0_shape(
     return tuple(shape), arrays
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of manifest.json in a stage's folder; empty if the stage has not run: no such file."""
-    path = folder / "manifest.json"
+def _read_record(folder: Path) -> dict[str, Any]:
+    """Return the content of record.json in a stage's folder; empty if the stage has not run: no such file."""
+    path = folder / "record.json"
     return read_json(path) if path.is_file() else {}
 
 
@@ -165,7 +165,7 @@ def _find_image_counts(
     """Return the shape of an image, the numbers of all images and of training images, and the numbers' origin.
 
     A number or shape that is not known is None. The origin of prepared data is ``prepared``; for other data see
-    `_count_unprepared_images`. `dataset_record` is the manifest of the prepared data, which is empty before stage
+    `_count_unprepared_images`. `dataset_record` is the record of the prepared data, which is empty before stage
     prepare.
 
     Raises:
@@ -247,13 +247,13 @@ def _describe_text(
     """Return the description of condition ``text``, with the shape of an encoded text; None if the shape is not known.
 
     The shape contains tokens and width, or only the width if the encoder's output is pooled. Without `known_shape`
-    (tokens and width), the description is read from the manifest of encoded texts, if there are any. Otherwise the
+    (tokens and width), the description is read from the record of encoded texts, if there are any. Otherwise the
     width is read from the encoder's config.json, and the tokens too unless the configuration has a length.
     """
     if known_shape is not None:
         length, width = known_shape
     else:
-        text_record = _read_manifest(results / "text")
+        text_record = _read_record(results / "text")
         if text_record:
             return dict(text_record["condition"])
         encoder_config = read_network_config(config.path)

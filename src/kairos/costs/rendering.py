@@ -83,7 +83,7 @@ def _storage_table(estimate: CostEstimate) -> str:
     largest_checkpoint = checkpoint_bytes(estimate.network) + largest_state
     notes = {
         "checkpoints": f"2 of {format_bytes(largest_checkpoint)} per training run",
-        "milestones": "snapshots: raw and averaged weights",
+        "snapshots": "snapshots: raw and averaged weights",
         "latents": "" if data.latent_bytes_per_image else "pixels",
     }
     bytes_per_item = {

@@ -44,7 +44,7 @@ def estimate_storage(
 ) -> dict[str, int | None]:
     """Return the bytes that an experiment leaves on disk, by kind of file; a kind has None if not known yet.
 
-    The kinds are dataset, latents, text, checkpoints, milestones, samples and metrics, in this order. Kind text is left
+    The kinds are dataset, latents, text, checkpoints, snapshots, samples and metrics, in this order. Kind text is left
     out if no captions are encoded. Images that are not copied, and latents in pixel space, have 0 bytes. `state_bytes`
     are the bytes of the strategy's state, one number per method.
     """
@@ -65,7 +65,7 @@ def estimate_storage(
 
     storage = _estimate_data_storage(experiment, data)
     storage["checkpoints"] = seed_count * checkpoint_bytes_of_seed
-    storage["milestones"] = snapshot_count * snapshot_bytes
+    storage["snapshots"] = snapshot_count * snapshot_bytes
     storage["samples"] = _product(snapshot_count * images_per_snapshot, data.bytes_per_image)
     storage["metrics"] = 2 * run_count * lines_per_run * _BYTES_PER_LINE  # stored twice
     return storage

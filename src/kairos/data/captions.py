@@ -262,12 +262,12 @@ class EncodedCaptions:
     """Captions of a data set as states of a text encoder, as stage text stores them.
 
     Attributes:
-        manifest: record of stage text; ``condition`` describes the states.
+        record: record of stage text; ``condition`` describes the states.
         states: encoded captions, (captions, *shape), float32 or float16.
         empty: state of the empty caption "", float32 (*shape).
     """
 
-    manifest: dict[str, Any]
+    record: dict[str, Any]
     states: ArrayFile
     empty: EmptyTextState
 
@@ -277,12 +277,12 @@ def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCa
 
     Raises:
         KairosError: the folder is missing, not complete, or belongs to another data set.
-        DamagedError: the manifest is damaged, or an array file ends early or is not an array.
+        DamagedError: the record is damaged, or an array file ends early or is not an array.
         NotFiniteError: the state of the empty caption is not finite.
     """
     command = f"text --config F --dataset {dataset.folder} --out {folder}"
-    manifest = open_record(folder, command)
-    if manifest["dataset_sha256"] != dataset.manifest["content_sha256"]:
+    record = open_record(folder, command)
+    if record["dataset_sha256"] != dataset.record["content_sha256"]:
         raise KairosError(
             f"{folder}: was made from another version of {dataset.folder}; make it with: kairos {command}"
         )
@@ -290,4 +290,4 @@ def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCa
     empty = open_array(folder / "empty.npy", command)
     remedy = f"make it with: kairos {command}"
     demand_finite(empty[0], f"{folder}/empty.npy: state of the empty caption", remedy)
-    return EncodedCaptions(manifest, states, empty=empty[0])  # the file has one row
+    return EncodedCaptions(record, states, empty=empty[0])  # the file has one row

@@ -35,7 +35,7 @@ class PreparedDataset:
         train: int64 indices of the training images.
         heldout: int64 indices of the held-out images.
         conditions: array of each condition by name, in memory or in a file, with a row per image.
-        manifest: record of stage prepare.
+        record: record of stage prepare.
         captions: captions of the images; None without captions.
     """
 
@@ -44,7 +44,7 @@ class PreparedDataset:
     train: TrainIndices
     heldout: HeldoutIndices
     conditions: Mapping[str, ArrayFile | RowArray]
-    manifest: dict[str, Any]
+    record: dict[str, Any]
     captions: Captions | None = None
 
     @property
@@ -75,36 +75,36 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
 
     Raises:
         KairosError: the folder is missing or not complete, or an array file is missing.
-        DamagedError: the manifest is damaged, or an array file ends early.
+        DamagedError: the record is damaged, or an array file ends early.
     """
     folder = Path(folder)
     command = f"prepare --config F --out {folder}"
-    manifest = open_record(folder, command)
-    conditions = {name: open_array(folder / item["file"], command) for name, item in manifest["conditions"].items()}
+    record = open_record(folder, command)
+    conditions = {name: open_array(folder / item["file"], command) for name, item in record["conditions"].items()}
     # [:] reads the indices of the images into memory; conditions stay on disk
     train = open_array(folder / "train.npy", command)[:]
     heldout = open_array(folder / "heldout.npy", command)[:]
-    captions = open_captions(folder, command) if "captions" in manifest else None
-    images = _open_images(folder, manifest, command)
+    captions = open_captions(folder, command) if "captions" in record else None
+    images = _open_images(folder, record, command)
     return PreparedDataset(
         folder=folder,
         images=images,
         train=train,
         heldout=heldout,
         conditions=conditions,
-        manifest=manifest,
+        record=record,
         captions=captions,
     )
 
 
-def _open_images(folder: Path, manifest: dict[str, Any], command: str) -> "ArrayFile | LinkedImages":
+def _open_images(folder: Path, record: dict[str, Any], command: str) -> "ArrayFile | LinkedImages":
     """Return the images of a prepared data set, which are read on access.
 
-    They are in ``images.npy``, or still in their source if the manifest has ``refers``. The errors are those of
+    They are in ``images.npy``, or still in their source if the record has ``refers``. The errors are those of
     `open_array` and `LinkedImages`.
     """
-    if "refers" in manifest:  # section `dataset` that selects the source
+    if "refers" in record:  # section `dataset` that selects the source
         from kairos.data.linked_images import LinkedImages
 
-        return LinkedImages(folder, manifest, command)
+        return LinkedImages(folder, record, command)
     return open_array(folder / "images.npy", command)

@@ -35,14 +35,14 @@ class Latents:
     """Latents or pixels of all images of a data set, with their split and conditions.
 
     Attributes:
-        manifest: record of stage encode.
+        record: record of stage encode.
         dataset: the data set that was encoded.
         moments: arrays of float32 or float16 (count, c, h, w) by name, in files or in memory; empty for pixels. Names
             are ``mean``, ``logvar``, ``low_mean`` (of images in low resolution), and ``mean_flipped`` and so on.
         text: encoded captions; None if captions were not encoded.
     """
 
-    manifest: dict[str, Any]
+    record: dict[str, Any]
     dataset: PreparedDataset
     moments: Mapping[str, ArrayFile | Moments]
     text: EncodedCaptions | None = None
@@ -50,7 +50,7 @@ class Latents:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height and width of x0."""
-        channels, height, width = self.manifest["shape"]
+        channels, height, width = self.record["shape"]
         return channels, height, width
 
     @property
@@ -66,7 +66,7 @@ class Latents:
     @property
     def can_flip(self) -> bool:
         """True if flipped images are allowed and were encoded, so that `read_rows` accepts flips."""
-        return bool(self.manifest["flips"])
+        return bool(self.record["flips"])
 
     @property
     def stochastic(self) -> bool:
@@ -75,11 +75,11 @@ class Latents:
 
     @property
     def condition_kinds(self) -> dict[str, dict[str, Any]]:
-        """Description of each condition by name, as in the manifest, such as ``{"kind": "class", "num_classes": 10}``.
+        """Description of each condition by name, as in the record, such as ``{"kind": "class", "num_classes": 10}``.
 
         The description of ``text`` (encoded captions) also contains ``empty``, the state of an empty caption.
         """
-        kinds: dict[str, dict[str, Any]] = dict(self.manifest["conditions"])
+        kinds: dict[str, dict[str, Any]] = dict(self.record["conditions"])
         if self.text is not None:
             kinds["text"] = {**kinds["text"], "empty": self.text.empty}
         return kinds
@@ -175,8 +175,8 @@ class Latents:
         return reduce_resolution(to_float(rows["pixels"]), self.condition_kinds["low_resolution"]["factor"])
 
     def _in_model_space(self, z: Images) -> Images:
-        """Return (z − shift) · scale, with shift and scale of the manifest; on a GPU the result may be `z` itself."""
-        shift, scale = self.manifest["shift_factor"], self.manifest["scaling_factor"]
+        """Return (z − shift) · scale, with shift and scale of the record; on a GPU the result may be `z` itself."""
+        shift, scale = self.record["shift_factor"], self.record["scaling_factor"]
         # a GPU skips the shift 0 and the scale 1 of pixels, to save the launch of two kernels
         on_cpu = z.device.type == "cpu"
         x0: Images = z
@@ -248,7 +248,7 @@ class Latents:
         # law of total variance: the variance of the means plus the mean of the variances
         variance = self.compute_x0(rows).var(correction=0)
         if "logvar" in rows:
-            variance = variance + rows["logvar"].exp().mean() * self.manifest["scaling_factor"] ** 2
+            variance = variance + rows["logvar"].exp().mean() * self.record["scaling_factor"] ** 2
         return float(f"{float(variance.sqrt()):.4g}")  # four significant digits
 
 
@@ -261,24 +261,24 @@ def _read_if_small(array: Any) -> Any:
 def open_latents(folder: Path | str) -> Latents:
     """Open the folder that stage encode wrote, with its data set, and its encoded captions if there are any.
 
-    Data set and captions are in other folders, whose paths are in the manifest. Images and moments are read from files
+    Data set and captions are in other folders, whose paths are in the record. Images and moments are read from files
     on access.
 
     Raises:
         KairosError: the folder, its data set or its encoded captions are missing or incomplete, or do not belong
             together.
-        DamagedError: a manifest is damaged, or an array file ends early.
+        DamagedError: a record is damaged, or an array file ends early.
     """
     folder = Path(folder)
     command = f"encode --config F --out {folder}"
-    manifest = open_record(folder, command)
-    dataset = open_dataset(folder / manifest["dataset"])
-    if dataset.manifest["content_sha256"] != manifest["dataset_sha256"]:
+    record = open_record(folder, command)
+    dataset = open_dataset(folder / record["dataset"])
+    if dataset.record["content_sha256"] != record["dataset_sha256"]:
         raise KairosError(
             f"{folder}: was made from another version of {dataset.folder}; make it with: kairos {command}"
         )
-    moments = {Path(name).stem: open_array(folder / name, command) for name in manifest["files"]}
-    text = open_encoded_captions(folder / manifest["text"], dataset) if "text" in manifest else None
-    if text is not None and text.manifest["content_sha256"] != manifest["text_sha256"]:
+    moments = {Path(name).stem: open_array(folder / name, command) for name in record["files"]}
+    text = open_encoded_captions(folder / record["text"], dataset) if "text" in record else None
+    if text is not None and text.record["content_sha256"] != record["text_sha256"]:
         raise KairosError(f"{folder}: was made with other texts than are now there; make it with: kairos {command}")
-    return Latents(manifest=manifest, dataset=dataset, moments=moments, text=text)
+    return Latents(record=record, dataset=dataset, moments=moments, text=text)

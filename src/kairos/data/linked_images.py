@@ -74,7 +74,7 @@ class LinkedImages:
 
     Args:
         folder: folder of the prepared data set.
-        manifest: record of stage prepare.
+        record: record of stage prepare.
         command: kairos command that writes the folder, for error messages.
 
     Attributes:
@@ -85,10 +85,10 @@ class LinkedImages:
         DamagedError: an array file ends early.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], command: str):
-        self.shape = tuple(manifest[name] for name in ("count", "height", "width", "channels"))
+    def __init__(self, folder: Path, record: dict[str, Any], command: str):
+        self.shape = tuple(record[name] for name in ("count", "height", "width", "channels"))
         self._folder = folder
-        self._config = DatasetConfig.model_validate(manifest["refers"])
+        self._config = DatasetConfig.model_validate(record["refers"])
         self._indices = open_array(folder / "numbers.npy", command)
         self._checksums = open_array(folder / "checksums.npy", command)
         self._names = open_array(folder / "names.npy", command)

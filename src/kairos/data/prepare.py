@@ -1,15 +1,15 @@
-"""Stage prepare: convert a data set to a folder of uniform arrays, with a manifest and a fixed split.
+"""Stage prepare: convert a data set to a folder of uniform arrays, with a record and a fixed split.
 
 Images are decoded by all threads of the job, a few at a time, so that memory does not grow with the data set. They are
-copied into an array file, or stay in their source and are read again when needed (`linked_images`). The manifest is
-written last: a folder without a manifest is incomplete. Files of the folder:
+copied into an array file, or stay in their source and are read again when needed (`linked_images`). The record is
+written last: a folder without a record is incomplete. Files of the folder:
 
     images.npy              uint8 (count, height, width, channels)
     conditions/<name>.npy   a row per image
     train.npy heldout.npy   indices of the images
     captions.npy caption_ends.npy caption_firsts.npy   with captions, see `captions`
     numbers.npy names.npy checksums.npy   instead of images.npy, with ``dataset.store: refer``
-    manifest.json           record with the hashes of the other files
+    record.json           record with the hashes of the other files
 """
 
 import functools
@@ -142,9 +142,9 @@ class _ImageWriter:
 
 
 def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
-    """Open the source of section `dataset`, write the folder of the prepared data set, and return its manifest.
+    """Open the source of section `dataset`, write the folder of the prepared data set, and return its record.
 
-    The folder contains arrays of pixels, conditions, split and captions, and ``manifest.json``, which is written last.
+    The folder contains arrays of pixels, conditions, split and captions, and ``record.json``, which is written last.
     An earlier data set in `out` is deleted once the source is open. Messages report the progress. The caller ensures
     that `dataset.store` is ``copy`` or ``refer``: ``auto`` would copy the images.
 
@@ -159,7 +159,7 @@ def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
 
 
 def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str, Any]:
-    """Write the folder of a data set from a source that is already open, and return its manifest.
+    """Write the folder of a data set from a source that is already open, and return its record.
 
     An earlier data set in the folder is deleted first. See `prepare` for the files and errors.
     """
@@ -174,17 +174,17 @@ def _write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str
     decoded = _decode_images(config, source, selected, out)
     train, heldout = _split(config, source, decoded.indices)
 
-    # write all files but the manifest
+    # write all files but the record
     conditions: dict[str, dict[str, Any]] = {}
     for name, (description, _) in source.conditions.items():
         conditions[name] = {**description, "file": f"conditions/{name}.npy"}
     arrays = {"train": train, "heldout": heldout, **_collect_arrays(config, source, decoded)}
     files = _write_arrays(out, arrays, decoded.images_hash)
 
-    # write the manifest, which marks the folder as complete
+    # write the record, which marks the folder as complete
     height, width, channels = decoded.shape
     mean, std = _pixel_statistics(decoded, train)
-    manifest = {
+    record = {
         "source": config.source,
         "count": len(decoded.indices),
         "height": height,
@@ -203,20 +203,20 @@ def _write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str
         "files": files,
     }
     if source.captions is not None:
-        manifest["captions"] = {"count": len(arrays["caption_ends"]), **unmatched_counts}
+        record["captions"] = {"count": len(arrays["caption_ends"]), **unmatched_counts}
     if config.store == "refer":  # without captions, which are stored in the folder
-        manifest["refers"] = {**config.model_dump(mode="json"), "captions": None, "heldout_captions": None}
-    write_record(out / "manifest.json", manifest)
-    return manifest
+        record["refers"] = {**config.model_dump(mode="json"), "captions": None, "heldout_captions": None}
+    write_record(out / "record.json", record)
+    return record
 
 
 def _delete_old_files(out: Path) -> None:
     """Delete an earlier data set in a folder; create the folder and its subfolder ``conditions`` if necessary.
 
-    The manifest is deleted first. Temporary files of a call that failed or was killed are deleted too.
+    The record is deleted first. Temporary files of a call that failed or was killed are deleted too.
     """
     (out / "conditions").mkdir(parents=True, exist_ok=True)
-    (out / "manifest.json").unlink(missing_ok=True)
+    (out / "record.json").unlink(missing_ok=True)
     delete_temporary_copy(out)
     (out / _TEMPORARY_IMAGES).unlink(missing_ok=True)
     for name in _ARRAY_NAMES:

@@ -25,7 +25,7 @@ def prepare_folder(out: Path, names: Iterable[str]) -> Path:
     """Create the folder of a stage if necessary, delete old results in it, and return the path of its private folder.
 
     The private folder ``.partial`` is not created. A killed job may have left arrays in it, which are kept if `out` has
-    no manifest. A manifest shows that the stage was complete, and the private folder is then deleted too. The caller
+    no record. A record shows that the stage was complete, and the private folder is then deleted too. The caller
     holds the lock of `out` until the arrays are published, see `lock_folder`.
 
     Args:
@@ -33,24 +33,24 @@ def prepare_folder(out: Path, names: Iterable[str]) -> Path:
         names: files that the stage may write there, which are deleted.
     """
     out.mkdir(parents=True, exist_ok=True)
-    if (out / "manifest.json").exists():  # the stage was complete and is repeated from the beginning
+    if (out / "record.json").exists():  # the stage was complete and is repeated from the beginning
         shutil.rmtree(out / PARTIAL, ignore_errors=True)
-        (out / "manifest.json").unlink()  # before the files that it records
+        (out / "record.json").unlink()  # before the files that it records
     for name in names:
         (out / name).unlink(missing_ok=True)
     return out / PARTIAL
 
 
-def publish_arrays(out: Path, manifest: dict[str, Any]) -> None:
-    """Move the files that `manifest["files"]` lists from the private folder to `out`, and write the manifest last.
+def publish_arrays(out: Path, record: dict[str, Any]) -> None:
+    """Move the files that `record["files"]` lists from the private folder to `out`, and write the record last.
 
     The caller ensures that all listed files are in the private folder and complete. The private folder is then deleted
     with its other files.
     """
-    for name in manifest["files"]:
+    for name in record["files"]:
         os.replace(out / PARTIAL / name, out / name)
-    sync_to_disk(out)  # the files must be durable before the manifest records them
-    write_record(out / "manifest.json", manifest)
+    sync_to_disk(out)  # the files must be durable before the record records them
+    write_record(out / "record.json", record)
     shutil.rmtree(out / PARTIAL, ignore_errors=True)
 
 

@@ -71,9 +71,9 @@ class Classifier(nn.Module):
 
 
 def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """Train the classifier on labels, write its weights into `folder` and return its manifest fields.
+    """Train the classifier on labels, write its weights into `folder` and return its record fields.
 
-    The manifest fields include the accuracy on held-out images, see `train_on_task`.
+    The record fields include the accuracy on held-out images, see `train_on_task`.
 
     Raises:
         KairosError: the data set has no classes.
@@ -83,7 +83,7 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
             "evaluation.extractor: got classifier, but the data set has no classes to train it on; "
             "allowed: selfsupervised, inception, or a data set with labels"
         )
-    labels, classes = torch.from_numpy(dataset.labels), len(dataset.manifest["classes"])
+    labels, classes = torch.from_numpy(dataset.labels), len(dataset.record["classes"])
 
     def task(indices: IntegerArray, step: int) -> tuple[Pixels, Integers]:
         return load_pixels(dataset, indices), labels[indices]
@@ -99,7 +99,7 @@ def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset,
     ensures that the images are square, as stage prepare makes them.
 
     Returns:
-        The classifier's manifest fields, see `train_on_task`.
+        The classifier's record fields, see `train_on_task`.
     """
 
     def task(indices: IntegerArray, step: int) -> tuple[Pixels, Integers]:
@@ -161,7 +161,7 @@ def train_on_task(
     folder: Path,
     images: BalancedImages | None = None,
 ) -> dict[str, Any]:
-    """Train the network on a classification task, write its weights into `folder` and return its manifest fields.
+    """Train the network on a classification task, write its weights into `folder` and return its record fields.
 
     Training runs on the CPU and does not change torch's global generator. Messages report the progress, and the
     result of the check.
@@ -209,7 +209,7 @@ def train_on_task(
         "classes": classes,
         "shape": list(shape),
         "sha256": digest,
-        "dataset_sha256": dataset.manifest["content_sha256"],
+        "dataset_sha256": dataset.record["content_sha256"],
         "files": {WEIGHTS: digest},
     }
 
@@ -267,9 +267,9 @@ def _save_weights(model: Classifier, path: Path) -> str:
     return sha256_file(path)
 
 
-def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
+def load(folder: Path, record: dict[str, Any]) -> Extractor:
     """Open the extractor in a folder that `train` or `train_on_rotations` filled."""
-    return Extractor(manifest, module=ClassifierExtractor(folder, manifest), layers=("features",))
+    return Extractor(record, module=ClassifierExtractor(folder, record), layers=("features",))
 
 
 class ClassifierExtractor(nn.Module):
@@ -277,15 +277,15 @@ class ClassifierExtractor(nn.Module):
 
     Args:
         folder: folder that `train` or `train_on_rotations` filled.
-        manifest: manifest of the folder.
+        record: record of the folder.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]):
+    def __init__(self, folder: Path, record: dict[str, Any]):
         super().__init__()
         from safetensors.torch import load_file
 
-        channels, features = manifest["options"]["channels"], manifest["features"]
-        self.model = Classifier(tuple(manifest["shape"]), manifest["classes"], channels, features)
+        channels, features = record["options"]["channels"], record["features"]
+        self.model = Classifier(tuple(record["shape"]), record["classes"], channels, features)
         self.model.load_state_dict(load_file(folder / WEIGHTS))
 
     def forward(self, images: Pixels) -> tuple[Features]:

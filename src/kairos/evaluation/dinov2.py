@@ -27,7 +27,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # statistics of ImageN
 
 
 def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
-    """Put the network into subfolder ``model`` of `folder`, and return the extractor's manifest fields.
+    """Put the network into subfolder ``model`` of `folder`, and return the extractor's record fields.
 
     A network on the hub is downloaded if necessary. An earlier network in the subfolder is deleted first. Field
     ``metric`` is the column of the Fréchet distance, and ``sha256`` the hash of ``files``. `dataset` is not used.
@@ -52,11 +52,11 @@ def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path)
     return {"name": "dinov2", "metric": "fd_dinov2", "features": width, "sha256": sha256_json(files), "files": files}
 
 
-def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
+def load(folder: Path, record: dict[str, Any]) -> Extractor:
     """Open the extractor in a folder that `prepare` filled."""
     from transformers import AutoModel
 
-    return Extractor(manifest, module=Dino(AutoModel.from_pretrained(folder / "model")), layers=("features",))
+    return Extractor(record, module=Dino(AutoModel.from_pretrained(folder / "model")), layers=("features",))
 
 
 class Dino(nn.Module):

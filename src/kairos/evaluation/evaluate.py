@@ -33,12 +33,12 @@ class EvaluationJob:
     Attributes:
         samples: npz file.
         out: JSON record to write.
-        milestone: folder of the snapshot, for the validation loss and paired metrics; None: other metrics alone.
+        snapshot: folder of the snapshot, for the validation loss and paired metrics; None: other metrics alone.
     """
 
     samples: Path
     out: Path
-    milestone: Path | None = None
+    snapshot: Path | None = None
 
 
 def run(
@@ -59,7 +59,7 @@ def run(
 
     Args:
         jobs: samples to evaluate.
-        reference: folder or reference.json of stage reference, or an npz file of real images.
+        reference: folder or reference/record.json of stage reference, or an npz file of real images.
         extractor: folder of the extractor, ``inception`` or ``dinov2``, see `cache_published_extractor`. None:
             ``../extractor``, relative to the reference's folder, or with an npz reference the extractor that the
             metrics are defined for.
@@ -84,9 +84,9 @@ def run(
     extractor_folder = _find_extractor(reference, extractor, metric_names or [])
 
     # set up the process, and open extractor and reference
-    milestones = [job.milestone for job in jobs if job.milestone is not None]
-    if milestones:  # threads and determinism as in training
-        _, snapshot_record = load_settings(milestones[0], overrides={})  # checks the record, too
+    snapshots = [job.snapshot for job in jobs if job.snapshot is not None]
+    if snapshots:  # threads and determinism as in training
+        _, snapshot_record = load_settings(snapshots[0], overrides={})  # checks the record, too
         selected_device = set_up_device(snapshot_record, device)
     else:
         device_field = "--device" if device else "--device (default)"
@@ -181,8 +181,8 @@ def cache_published_extractor(name: str) -> Path:
     """
     folder = metrics.cache_folder() / name
     try:
-        manifest = open_record(folder, "evaluate")
-        check_files(folder, manifest["files"], "run the evaluation again")
+        record = open_record(folder, "evaluate")
+        check_files(folder, record["files"], "run the evaluation again")
     except KairosError:  # missing or damaged; the message is not shown
         with atomic_folder(folder) as new_folder:
             build_extractor(EXTRACTORS.select({"name": name}), dataset=None, folder=new_folder)
@@ -217,8 +217,8 @@ def evaluate(
     image_sets, unused_warnings = split_into_sets(len(samples.images), reference.record["num_samples"], sets, file)
     few_images_warnings = metrics.check_image_count(len(image_sets[0]), extractor.width, file)
     training_latents = None  # latents of the snapshot, if metrics need them
-    if job.milestone is not None and needs & {"pairs", "milestone"}:
-        snapshot_record = read_record(job.milestone / "milestone.json")
+    if job.snapshot is not None and needs & {"pairs", "snapshot"}:
+        snapshot_record = read_record(job.snapshot / "snapshot.json")
         training_latents = _open_training_latents(job, samples.protocol, snapshot_record, latents)
 
     scores = []  # columns of each set
@@ -246,7 +246,7 @@ def evaluate(
             *gaussian_warnings,
         ],
     }
-    if "milestone" in needs and training_latents is not None:
+    if "snapshot" in needs and training_latents is not None:
         record["validation"] = _compute_losses(job, samples.protocol, reference, training_latents, extractor)
     write_record(job.out, record)
     log(f"evaluate {file}: {metrics.format_metric(columns, reference.comparison.distance_column)}")
@@ -273,15 +273,15 @@ def _compute_losses(
     contain ``weights``. The caller ensures that the job has a snapshot, on whose `latents` it was trained. `extractor`
     determines device and precision.
     """
-    from kairos.milestones import open_milestone
+    from kairos.snapshots import open_snapshot
 
-    assert job.milestone is not None
+    assert job.snapshot is not None
     weights = protocol.get("weights") or "ema"
-    snapshot = open_milestone(job.milestone, weights, extractor.device)
+    snapshot = open_snapshot(job.snapshot, weights, extractor.device)
     settings = LossSettings(**reference.record["validation"], precision=extractor.precision)
     results: dict[str, Any] = {}
     for metric in reference.comparison.metrics:
-        if "milestone" in metric.needs:
+        if "snapshot" in metric.needs:
             compute_loss = metric.load()  # not `build`, which would add the metric's options as first argument
             results |= compute_loss(snapshot, latents, settings, extractor.device)
     return results
@@ -383,7 +383,7 @@ def _evaluation_protocol(
         **options_without_name(scheduler),  # options of the solver; its name is field ``scheduler``
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
-        "accuracy": extractor.manifest["accuracy"],
+        "accuracy": extractor.record["accuracy"],
         "n_samples": len(image_sets[0]),
         "sets": len(image_sets),
         "scheduler": scheduler.get("name"),
@@ -407,20 +407,20 @@ def _open_training_latents(
         KairosError: the samples were generated from another snapshot, or the latents are missing, are not the
             snapshot's, or lack a condition of its model.
     """
-    assert job.milestone is not None
+    assert job.snapshot is not None
     snapshot = (record["identity"], record["step"])
     # fields that samples of other projects lack are taken as equal
     sampled_snapshot = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
     if sampled_snapshot != snapshot:
         raise KairosError(
-            f"{job.samples}: generated from another snapshot than {job.milestone}; generate the samples again"
+            f"{job.samples}: generated from another snapshot than {job.snapshot}; generate the samples again"
         )
-    folder = latents or job.milestone / "../../../../../latents"
+    folder = latents or job.snapshot / "../../../../../latents"
     training_latents = open_latents(folder)
     for name in ("autoencoder_sha256", "dataset_sha256"):
-        if record[name] not in (None, training_latents.manifest[name]):  # None: imported weights
+        if record[name] not in (None, training_latents.record[name]):  # None: imported weights
             raise KairosError(
-                f"{folder}: {name} differs from {job.milestone}; pass the latents that the snapshot was trained on as "
+                f"{folder}: {name} differs from {job.snapshot}; pass the latents that the snapshot was trained on as "
                 "--latents DIR"
             )
     check_conditions(training_latents, record["conditions"], folder)

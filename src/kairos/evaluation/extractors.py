@@ -1,6 +1,6 @@
 """Feature extractors: built once per experiment in a folder.
 
-The folder's manifest contains the extractor's name, the number of its features and the column of its Fréchet distance.
+The folder's record contains the extractor's name, the number of its features and the column of its Fréchet distance.
 The column is `frechet_<name>` for extractors that kairos trains, and `fid` for Inception alone.
 """
 
@@ -26,7 +26,7 @@ from kairos.shapes import LayerFeatures
 from kairos_timesteps.errors import ConfigError, KairosError
 
 _REMEDY = "use other weights of the extractor or another evaluation.extractor, and evaluation.precision fp32"
-# manifest fields of published extractors, which take images of any size; extractors that kairos trains replace them
+# record fields of published extractors, which take images of any size; extractors that kairos trains replace them
 _FIELDS_OF_PUBLISHED: dict[str, Any] = {
     "accuracy": None,
     "check": None,
@@ -41,7 +41,7 @@ class Extractor:
     """An opened feature extractor.
 
     Attributes:
-        manifest: kind, name, metric (column of the Fréchet distance), features (width), accuracy, warnings, sha256,
+        record: kind, name, metric (column of the Fréchet distance), features (width), accuracy, warnings, sha256,
             shape.
         module: torch module that maps uint8 images (n, channels, height, width) to a tuple of layers.
         layers: names of the module's outputs in order: ``features``, and for some extractors ``spatial``, ``logits``.
@@ -49,7 +49,7 @@ class Extractor:
         precision: precision in which features are computed, see `compute.precision`.
     """
 
-    manifest: dict[str, Any]
+    record: dict[str, Any]
     module: Any
     layers: tuple[str, ...]
     device: torch.device = torch.device("cpu")
@@ -58,17 +58,17 @@ class Extractor:
     @property
     def name(self) -> str:
         """Name of the extractor with its width, e.g. classifier32."""
-        return str(self.manifest["name"])
+        return str(self.record["name"])
 
     @property
     def hash(self) -> str:
         """SHA-256 of the extractor's weights."""
-        return str(self.manifest["sha256"])
+        return str(self.record["sha256"])
 
     @property
     def width(self) -> int:
         """Number of features of an image."""
-        return int(self.manifest["features"])
+        return int(self.record["features"])
 
     def check_layers(self, metrics: Iterable[MetricOptions]) -> None:
         """Raise ConfigError if a metric needs logits, which weights of Inception without the last layer do not have."""
@@ -87,7 +87,7 @@ class Extractor:
             KairosError: the extractor takes images of another size.
             NotFiniteError: a value of a layer is not finite.
         """
-        shape = self.manifest["shape"]
+        shape = self.record["shape"]
         if shape is not None and list(images.shape[1:]) != shape:
             raise KairosError(
                 f"images: got {images.shape[1:]} (height, width, channels), allowed: {tuple(shape)}, the images that "
@@ -103,14 +103,14 @@ class Extractor:
 
 
 def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
-    """Run stage `extractor`: fill the extractor's folder, write the manifest last and return it.
+    """Run stage `extractor`: fill the extractor's folder, write the record last and return it.
 
-    An earlier manifest is deleted first, so that a folder with a manifest is complete. The folder is created if
+    An earlier record is deleted first, so that a folder with a record is complete. The folder is created if
     necessary. An extractor with warnings is replaced by its `replacement`, if it has one.
 
-    The fields of the manifest are ``kind``, ``options`` and the fields that the extractor's code returns. ``warnings``
+    The fields of the record are ``kind``, ``options`` and the fields that the extractor's code returns. ``warnings``
     is empty, and ``accuracy``, ``check``, ``shape`` and ``dataset_sha256`` are None, if its code does not return them.
-    The manifest of a replacement also has ``replaces``, with the name, kind, options and warnings of the replaced one.
+    The record of a replacement also has ``replaces``, with the name, kind, options and warnings of the replaced one.
 
     Args:
         extractor: field `evaluation.extractor` of the experiment.
@@ -121,31 +121,31 @@ def build_extractor(extractor: ExtractorOptions, dataset: PreparedDataset | None
         KairosError: the extractor cannot be trained on the data set, or its weights cannot be downloaded.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.json").unlink(missing_ok=True)
-    manifest = _fill_folder(extractor, dataset, folder)
+    (folder / "record.json").unlink(missing_ok=True)
+    record = _fill_folder(extractor, dataset, folder)
     replacement = extractor.replacement
-    if manifest["warnings"] and replacement is not None:
-        replaced = {key: manifest[key] for key in ("name", "kind", "options", "check", "warnings")}
-        manifest = {**_fill_folder(replacement, dataset, folder), "replaces": replaced}
-    for message in [*describe_replacement(manifest), *manifest["warnings"]]:
+    if record["warnings"] and replacement is not None:
+        replaced = {key: record[key] for key in ("name", "kind", "options", "check", "warnings")}
+        record = {**_fill_folder(replacement, dataset, folder), "replaces": replaced}
+    for message in [*describe_replacement(record), *record["warnings"]]:
         log(f"warning: {message}")
-    write_record(folder / "manifest.json", manifest)
-    return manifest
+    write_record(folder / "record.json", record)
+    return record
 
 
 def _fill_folder(extractor: ExtractorOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
-    """Fill an extractor's folder, except for the manifest, and return the manifest; see `build_extractor`."""
-    manifest = {"kind": extractor.name, "options": extractor.plain(), **_FIELDS_OF_PUBLISHED}
-    manifest.update(extractor.build(dataset, folder))
-    return manifest
+    """Fill an extractor's folder, except for the record, and return the record; see `build_extractor`."""
+    record = {"kind": extractor.name, "options": extractor.plain(), **_FIELDS_OF_PUBLISHED}
+    record.update(extractor.build(dataset, folder))
+    return record
 
 
-def describe_replacement(manifest: dict[str, Any]) -> list[str]:
-    """Return a list with a sentence if an extractor's manifest is of a replacement, else an empty list."""
-    replaced = manifest.get("replaces")
+def describe_replacement(record: dict[str, Any]) -> list[str]:
+    """Return a list with a sentence if an extractor's record is of a replacement, else an empty list."""
+    replaced = record.get("replaces")
     if replaced is None:
         return []
-    return [f"{manifest['name']} replaces {replaced['name']} as extractor: {' '.join(replaced['warnings'])}"]
+    return [f"{record['name']} replaces {replaced['name']} as extractor: {' '.join(replaced['warnings'])}"]
 
 
 def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: str = "fp32") -> Extractor:
@@ -155,9 +155,9 @@ def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: 
         KairosError: the folder contains no extractor, or its network cannot be loaded.
         DamagedError: a file is missing or has changed.
     """
-    manifest = open_record(folder, f"extractor --config F --dataset DIR --out {folder}")
-    check_files(folder, manifest["files"], "build it again with: kairos extractor")
-    module = importlib.import_module(EXTRACTORS.find(manifest["kind"]).module())
-    extractor: Extractor = module.load(folder, manifest)
+    record = open_record(folder, f"extractor --config F --dataset DIR --out {folder}")
+    check_files(folder, record["files"], "build it again with: kairos extractor")
+    module = importlib.import_module(EXTRACTORS.find(record["kind"]).module())
+    extractor: Extractor = module.load(folder, record)
     extractor.module.to(torch.device(device))
     return dataclasses.replace(extractor, device=torch.device(device), precision=precision)

@@ -31,7 +31,7 @@ _BLOCKS = (
 
 
 def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
-    """Put the weights into `folder`, downloaded if they are missing or damaged, and return the manifest fields.
+    """Put the weights into `folder`, downloaded if they are missing or damaged, and return the record fields.
 
     The file in `folder` is a hard link if possible, otherwise a copy. Field ``metric`` is the column of the Fréchet
     distance, ``sha256`` the hash of the file, and ``source`` its name. `dataset` is not used.
@@ -180,7 +180,7 @@ def _neighbours_and_weights(size: int, images: Images) -> tuple[torch.Tensor, to
     return first, (first + 1).clamp_max(size - 1), positions - first.float()
 
 
-def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
+def load(folder: Path, record: dict[str, Any]) -> Extractor:
     """Open the extractor in a folder that `prepare` filled.
 
     Its layers are ``features`` (n, 2048), ``spatial`` (n, 2023) and ``logits`` (n, 1008), unless the weights lack the
@@ -196,4 +196,4 @@ def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
             f"{folder / WEIGHTS}: no weights of Inception ({error}); set evaluation.extractor.path to another file"
         ) from None
     layers = ("features", "spatial", "logits") if module.has_last_layer else ("features", "spatial")
-    return Extractor(manifest, module, layers=layers)
+    return Extractor(record, module, layers=layers)

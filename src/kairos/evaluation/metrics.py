@@ -125,7 +125,7 @@ class Comparison:
         """
         columns: dict[str, float] = {}
         for metric in self.metrics:
-            if "milestone" not in metric.needs:
+            if "snapshot" not in metric.needs:
                 values = metric.build(statistics, self)
                 columns |= values
                 arrays = {column: np.array(value) for column, value in values.items()}

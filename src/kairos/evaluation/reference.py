@@ -69,7 +69,7 @@ class Reference:
     """Reference that samples are compared with.
 
     Attributes:
-        record: content of reference.json, or for external images its fields that evaluations use.
+        record: content of reference/record.json, or for external images its fields that evaluations use.
         comparison: statistics of the real images, and the metrics to compute.
     """
 
@@ -86,7 +86,7 @@ def build_reference(
     extractor: Path,
     out: Path,
 ) -> dict[str, Any]:
-    """Write statistics.npz and reference.json of stage `reference` into `out`; return the content of reference.json.
+    """Write statistics.npz and record.json of stage `reference` into `out`; return the content of the record.
 
     It contains the reference rows, settings, hashes and warnings: the reasons why the distance cannot rank methods, a
     replaced extractor, and few images. The statistics of the real images are also stored in the cache, see
@@ -110,10 +110,10 @@ def build_reference(
     resource_usage.end_startup()
 
     # statistics of the real images
-    selected = tuple(evaluation.metrics_for(opened_extractor.manifest["kind"], heldout=len(prepared.heldout) > 0))
+    selected = tuple(evaluation.metrics_for(opened_extractor.record["kind"], heldout=len(prepared.heldout) > 0))
     opened_extractor.check_layers(selected)
     real = _real_statistics(evaluation.reference, prepared, opened_extractor, selected)
-    comparison = Comparison(distance_column=opened_extractor.manifest["metric"], real=real, metrics=selected)
+    comparison = Comparison(distance_column=opened_extractor.record["metric"], real=real, metrics=selected)
     num_samples = evaluation.num_samples
     count_warnings = _check_image_counts(num_samples, real.count, opened_extractor.width)
 
@@ -130,12 +130,12 @@ def build_reference(
         "metric": comparison.distance_column,
         "metrics": [metric.plain() for metric in selected],
         "features": opened_extractor.width,
-        "accuracy": opened_extractor.manifest["accuracy"],
-        "extractor_check": opened_extractor.manifest["check"],
-        "extractor_warnings": opened_extractor.manifest["warnings"],
+        "accuracy": opened_extractor.record["accuracy"],
+        "extractor_check": opened_extractor.record["check"],
+        "extractor_warnings": opened_extractor.record["warnings"],
         "reference": evaluation.reference,
-        "dataset_sha256": prepared.manifest["content_sha256"],
-        "autoencoder_sha256": codec.manifest["sha256"],
+        "dataset_sha256": prepared.record["content_sha256"],
+        "autoencoder_sha256": codec.record["sha256"],
         "real_images": real.count,
         "num_samples": num_samples,
         "sets": evaluation.sets,
@@ -148,9 +148,9 @@ def build_reference(
     faults = find_instrument_faults(record)
     for fault in faults:
         log(f"warning: {fault}")
-    replacement_notes = describe_replacement(opened_extractor.manifest)
+    replacement_notes = describe_replacement(opened_extractor.record)
     record["warnings"] = [*faults, *replacement_notes, *count_warnings]
-    write_record(out / "reference.json", record)
+    write_record(out / "record.json", record)
     delete_temporary_copy(dataset)  # no later stage reads all images
     for name, row in rows.items():
         log(f"reference: {name} {metrics.format_metric(row, comparison.distance_column)}")
@@ -178,7 +178,7 @@ def _check_image_counts(num_samples: int, real_images: int, width: int) -> list[
 
 
 def open_reference(path: Path, extractor: Extractor) -> Reference:
-    """Open the output of stage `reference`, from its folder or its reference.json, after comparing files with hashes.
+    """Open the output of stage `reference`, from its folder or its record, after comparing files with hashes.
 
     The metrics have the options in the record.
 
@@ -186,7 +186,7 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
         KairosError: the reference is missing, or was computed with another extractor.
         DamagedError: the file of statistics has changed.
     """
-    path = path / "reference.json" if path.is_dir() else path
+    path = path / "record.json" if path.is_dir() else path
     record = open_record(path.parent, command="reference", name=path.name)
     check_files(path.parent, record["files"], "make it again with: kairos reference")
     if record["extractor_hash"] != extractor.hash:
@@ -217,20 +217,20 @@ def open_external_reference(path: Path, extractor: Extractor, metric_names: list
         ConfigError: a metric is unknown or does not fit the extractor, or not exactly one metric ranks methods.
         KairosError: the file lacks something that the metrics need, or contains too few images for the extractor.
     """
-    kind = extractor.manifest["kind"]
+    kind = extractor.record["kind"]
     # held-out images: samples with a snapshot have a validation loss; for others it is left out
     selected = metrics_with_options(metric_names or default_metrics(kind, heldout=True))
     check_metrics(selected, kind)
     extractor.check_layers(selected)
     real = load_external_statistics(path, extractor, needs_of_real_images(selected))
-    warnings = extractor.manifest["warnings"]
+    warnings = extractor.record["warnings"]
     record = {
         "num_samples": None,
         "extractor_warnings": warnings,
         "warnings": warnings,
         **_fixed_settings(EvaluationConfig(), real, extractor),
     }
-    comparison = Comparison(distance_column=extractor.manifest["metric"], real=real, metrics=tuple(selected))
+    comparison = Comparison(distance_column=extractor.record["metric"], real=real, metrics=tuple(selected))
     return Reference(record, comparison)
 
 
@@ -263,7 +263,7 @@ def _real_statistics(
         return load_external_statistics(Path(reference), extractor, needs)
     splits = {"train": dataset.train, "heldout": dataset.heldout, "all": np.arange(len(dataset.images))}
     indices = splits[reference]
-    cache_key = {"dataset": dataset.manifest["content_sha256"], "split": reference}
+    cache_key = {"dataset": dataset.record["content_sha256"], "split": reference}
     return _measure_cached(dataset.images, indices, extractor, needs, cache_key)
 
 
@@ -305,7 +305,7 @@ def _measure_cached(
     `cache_key` identifies the images, by JSON values. Features are kept for at most `metrics.MAX_STORED` images; the
     moments are of all images. A killed process leaves partial sums in the cache, and the next one resumes from them.
     """
-    extractor_code = EXTRACTORS.find(extractor.manifest["kind"]).module()  # imported by name alone
+    extractor_code = EXTRACTORS.find(extractor.record["kind"]).module()  # imported by name alone
     cache_key = {
         **cache_key,
         "extractor": extractor.hash,

@@ -32,7 +32,7 @@ def find_instrument_faults(reference: Mapping[str, Any]) -> list[str]:
     The reasons are the warnings of the extractor, then the reason of the reference rows.
 
     Args:
-        reference: content of reference.json.
+        reference: content of reference/record.json.
     """
     reason = reason_not_to_rank(reference)
     extractor_warnings = reference.get("extractor_warnings", [])  # published extractors have none
@@ -43,7 +43,7 @@ def describe_gaussian_limit(reference: Mapping[str, Any]) -> str | None:
     """Return the warning about a distance that is not below a fitted Gaussian's; None without this reference row.
 
     Args:
-        reference: content of reference.json, or the fields of an external reference.
+        reference: content of reference/record.json, or the fields of an external reference.
     """
     gaussian = gaussian_value(reference, reference.get("metric", ""))
     if gaussian is None:
@@ -108,9 +108,9 @@ def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, res
     if evaluation.primary_metric != "distance":
         return None
     # existing reference
-    record = glance(results / "reference/reference.json")  # empty without the file
-    manifest = glance(results / "extractor/manifest.json")
-    configured_extractor = manifest.get("replaces") or manifest  # the extractor that the experiment file sets
+    record = glance(results / "reference/record.json")  # empty without the file
+    extractor = glance(results / "extractor/record.json")
+    configured_extractor = extractor.get("replaces") or extractor  # the extractor that the experiment file sets
     recorded_settings = (configured_extractor.get("options"), record.get("num_samples"), record.get("reference"))
     settings = (evaluation.extractor.plain(), evaluation.num_samples, evaluation.reference)
     if record and recorded_settings == settings:

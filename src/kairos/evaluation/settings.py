@@ -1,12 +1,12 @@
 """Section `evaluation`, the feature extractors and metrics by name, and the settings of the validation loss.
 
-An extractor's code is called as ``code(options, dataset, folder)``. It fills the folder and returns the manifest's
-fields. The module also has ``load(folder, manifest)``, which opens the folder. Another extractor
+An extractor's code is called as ``code(options, dataset, folder)``. It fills the folder and returns the record's
+fields. The module also has ``load(folder, record)``, which opens the folder. Another extractor
 replaces ``auto`` before any job.
 
 A metric's code is called as ``code(options, statistics, comparison)``. `statistics` holds the measurements of a set of
 images, and `comparison.real` measurements of the real images. The code returns columns: a dictionary of numbers. A
-metric that needs a snapshot is called as ``code(milestone, latents, settings, device)``, see `validation`.
+metric that needs a snapshot is called as ``code(snapshot, latents, settings, device)``, see `validation`.
 
 `MEASUREMENTS` lists what metrics can need of a set of images.
 """
@@ -188,7 +188,7 @@ MEASUREMENTS = {
         of_real_images=False,
         requires="samples with conditions of real images, such as `low_resolution`",
     ),
-    "milestone": Measurement(
+    "snapshot": Measurement(
         "none: the metric evaluates the snapshot's network on held-out images",
         "evaluate._compute_losses",
         of_real_images=False,
@@ -384,7 +384,7 @@ class ValidationOptions(MetricOptions):
         "val_vlb": "mean of c_t times the squared error of epsilon (Kim et al. 2025, eq. 7); not the bound itself",
         "val_vlb_without_last": "`val_vlb` without the last timestep; exists only if its share matters",
     }
-    needs: ClassVar[tuple[str, ...]] = ("milestone",)
+    needs: ClassVar[tuple[str, ...]] = ("snapshot",)
 
     name: str = "validation"
 
@@ -401,7 +401,7 @@ class ValidationEpsilonOptions(MetricOptions):
     columns: ClassVar[Mapping[str, str]] = {
         "val_loss_epsilon": "squared error of epsilon, mean over the fractions of the process"
     }
-    needs: ClassVar[tuple[str, ...]] = ("milestone",)
+    needs: ClassVar[tuple[str, ...]] = ("snapshot",)
 
     name: str = "validation_epsilon"
 
@@ -418,7 +418,7 @@ class Mlperf8Options(MetricOptions):
     columns: ClassVar[Mapping[str, str]] = {
         "val_mlperf8_<prediction>": "squared error of the prediction, mean over images"
     }
-    needs: ClassVar[tuple[str, ...]] = ("milestone",)
+    needs: ClassVar[tuple[str, ...]] = ("snapshot",)
 
     name: str = "mlperf8"
 
@@ -518,7 +518,7 @@ class EvaluationConfig(Section):
     @property
     def possible_image_metrics(self) -> list[Any]:
         """Possible metrics that need only images. The reference holds real images, so it has no network to measure."""
-        return [metric for metric in self.possible_metrics if "milestone" not in metric.needs]
+        return [metric for metric in self.possible_metrics if "snapshot" not in metric.needs]
 
     @property
     def needs_logits(self) -> bool:
@@ -552,7 +552,7 @@ class EvaluationConfig(Section):
             return metrics
         check_metrics(metrics, extractor)
         # metrics of a snapshot's weights, not of its samples: losses on held-out images
-        losses = [metric.name for metric in metrics if "milestone" in metric.needs]
+        losses = [metric.name for metric in metrics if "snapshot" in metric.needs]
         if losses and not heldout:
             raise ConfigError(f"evaluation.metrics: {losses[0]} needs held-out images, and dataset.heldout is 0")
         return metrics

@@ -42,13 +42,13 @@ def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
     return list(itertools.pairwise(edges.tolist()))
 
 
-def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
+def validation_loss(snapshot: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
     """Compute the squared error of a snapshot's prediction on held-out images, by time.
 
     The means weight each stratum by its length. The network is in evaluation mode meanwhile.
 
     Args:
-        milestone: ``model``, ``process`` and ``record`` of an opened snapshot.
+        snapshot: ``model``, ``process`` and ``record`` of an opened snapshot.
         latents: latents that the network was trained on; the held-out images are used.
         settings: number of images and strata, seed, precision.
         device: device that the caller has put the network on.
@@ -64,14 +64,14 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
         ``per_timestep``: a row per stratum with its fractions ``u``, the time ``t`` of the process at its centre,
             ``loss_<prediction>`` and ``vlb``.
     """
-    process = milestone.process
+    process = snapshot.process
     coefficients = torch.from_numpy(process.schedule.vlb)  # c of each cell, float64 (cells,) on the CPU
     cell_count = len(coefficients)
     loss_name = f"loss_{prediction_name(process.prediction)}"
-    fixed_loss = build_fixed_loss(milestone, latents, settings, device)
+    fixed_loss = build_fixed_loss(snapshot, latents, settings, device)
     rows = []
     lengths = []  # lengths of the strata, in fractions
-    for (start, end), u, errors in _errors_by_stratum(milestone, fixed_loss, settings, device):
+    for (start, end), u, errors in _errors_by_stratum(snapshot, fixed_loss, settings, device):
         cells = (u * cell_count).long()  # cell that contains the fraction of each image, (images,)
         vlb = coefficients[cells] * _epsilon_error_ratio(process, u) * errors
         centre = process.times(torch.tensor((start + end) / 2, dtype=torch.float64)).item()
@@ -89,42 +89,42 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
     return losses | {"images": len(fixed_loss.images), "per_timestep": rows}
 
 
-def epsilon_loss(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
+def epsilon_loss(snapshot: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
     """Compute ``loss_epsilon``, the squared error of epsilon that a snapshot's prediction implies, mean over fractions.
 
     Networks with different prediction targets share this quantity. See `validation_loss` for the arguments.
     """
-    fixed_loss = build_fixed_loss(milestone, latents, settings, device)
+    fixed_loss = build_fixed_loss(snapshot, latents, settings, device)
     loss = 0.0
-    for (start, end), u, errors in _errors_by_stratum(milestone, fixed_loss, settings, device):
-        loss += (end - start) * float((_epsilon_error_ratio(milestone.process, u) * errors).mean())
+    for (start, end), u, errors in _errors_by_stratum(snapshot, fixed_loss, settings, device):
+        loss += (end - start) * float((_epsilon_error_ratio(snapshot.process, u) * errors).mean())
     return {"loss_epsilon": loss}
 
 
-def mlperf8(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
+def mlperf8(snapshot: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
     """Compute the loss at eight equidistant times, fractions 0/8 to 7/8, assigned to the images in turn.
 
     The loss is the squared error of the network's prediction, as in the validation of MLPerf Training's Flux.1. The
     only field of the result, ``mlperf8_<prediction>``, is the mean over images. See `validation_loss` for the
     arguments; the number of strata is not used.
     """
-    fixed_loss = build_fixed_loss(milestone, latents, settings, device, kind="mlperf8")
-    result = fixed_loss(milestone.model, compute.precision(settings.precision, torch.device(device)))
-    return {f"mlperf8_{prediction_name(milestone.process.prediction)}": result["loss"]}
+    fixed_loss = build_fixed_loss(snapshot, latents, settings, device, kind="mlperf8")
+    result = fixed_loss(snapshot.model, compute.precision(settings.precision, torch.device(device)))
+    return {f"mlperf8_{prediction_name(snapshot.process.prediction)}": result["loss"]}
 
 
 def _errors_by_stratum(
-    milestone: Any, fixed_loss: ValidationLoss, settings: LossSettings, device: Any
+    snapshot: Any, fixed_loss: ValidationLoss, settings: LossSettings, device: Any
 ) -> Iterator[tuple[tuple[float, float], Tensor, Tensor]]:
     """Yield the fractions of each stratum, of its images, (images,), and the squared errors of the prediction there.
 
     Errors are float64 (images,) on the CPU.
     """
-    for number, stratum in enumerate(build_strata(len(milestone.process.schedule.vlb), settings.strata)):
+    for number, stratum in enumerate(build_strata(len(snapshot.process.schedule.vlb), settings.strata)):
         u = spread_over(stratum, len(fixed_loss.images))
         with compute.precision(settings.precision, torch.device(device)):
             # the number of the stratum selects the noise
-            yield stratum, u, fixed_loss.errors(milestone.model, number, u, of="prediction")
+            yield stratum, u, fixed_loss.errors(snapshot.model, number, u, of="prediction")
 
 
 def _epsilon_error_ratio(process: Any, u: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def _epsilon_error_ratio(process: Any, u: Tensor) -> Tensor:
 
 
 def build_fixed_loss(
-    milestone: Any, latents: Latents, settings: LossSettings, device: Any, **options: Any
+    snapshot: Any, latents: Latents, settings: LossSettings, device: Any, **options: Any
 ) -> ValidationLoss:
     """Build the loss on `settings.images` held-out images (or all, if there are fewer), equal for all methods.
 
@@ -145,7 +145,7 @@ def build_fixed_loss(
     variance, their noise is drawn by the seed too. The caller ensures that images are held out.
 
     Args:
-        milestone: opened snapshot, whose process and conditions are used.
+        snapshot: opened snapshot, whose process and conditions are used.
         latents: latents that the network was trained on. The caller ensures that they have the conditions.
         settings: number of images, and the seed that selects them.
         device: device of the network.
@@ -156,7 +156,5 @@ def build_fixed_loss(
     latent_noise = Stream(settings.seed, "validation latents").normal(0, range(len(indices)), latents.shape)
     images = latents.load_x0(indices, noise=latent_noise)
     available = latents.load_conditions(indices)
-    conditions = {name: available[name] for name in milestone.record["conditions"]}
-    return ValidationLoss(
-        images, milestone.process, seed=settings.seed, conditions=conditions, device=device, **options
-    )
+    conditions = {name: available[name] for name in snapshot.record["conditions"]}
+    return ValidationLoss(images, snapshot.process, seed=settings.seed, conditions=conditions, device=device, **options)

@@ -71,8 +71,8 @@ def summary_csv(results: Results) -> str:
 def _reference_rows(results: Results) -> list[Record]:
     """Return the available reference rows, in the order of `REFERENCE_ROWS`, as rows of summary.csv.
 
-    A row contains its name as ``method``, its values, five protocol fields of reference.json, and the name of the
-    experiment. A field that reference.json lacks is None. Seed, step and training times are not included.
+    A row contains its name as ``method``, its values, five protocol fields of the reference's record, and the name of
+    the experiment. A field that the record lacks is None. Seed, step and training times are not included.
     """
     reference = results.reference
     rows = []

@@ -23,8 +23,8 @@ from kairos.evaluation import settings
 from kairos.evaluation.separation import find_instrument_faults, gaussian_value
 from kairos.evaluation.settings import is_higher_better
 from kairos.files import glance, read_json, read_lines, read_record, read_times
-from kairos.milestones import step_name
 from kairos.report.formatting import format_machine, format_number, join_first_names
+from kairos.snapshots import step_name
 from kairos.stages import EXTRACTOR, REFERENCE, RUN_FOLDERS, run_folder
 from kairos.validity import Change, Result, Validity, format_changes
 from kairos_timesteps.errors import KairosError
@@ -38,7 +38,7 @@ class SnapshotResults:
 
     Attributes:
         step: optimizer steps taken.
-        record: content of ``milestone.json``; all snapshots of an experiment share its settings.
+        record: content of ``snapshot.json``; all snapshots of an experiment share its settings.
         strategy_file: density and weight by timestep.
         evaluation: content of the evaluation record.
         grid_file: picture of the first samples.
@@ -285,9 +285,9 @@ class Results:
         configured_seeds: all seeds of the experiment, with and without evaluations.
         folder: the results folder.
         runs: training runs, in the order of the configuration.
-        reference: content of reference.json, with the reference rows.
-        dataset: manifest of the data set.
-        autoencoder: manifest of the autoencoder.
+        reference: content of reference/record.json, with the reference rows.
+        dataset: record of the data set.
+        autoencoder: record of the autoencoder.
         jobs: time records of the jobs.
         missing: a line per run that lacks results, such as ``uniform seed 1: evaluated up to step 200; <reason>``.
         outdated: a line per change of settings that makes results outdated; these results are left out.
@@ -434,8 +434,8 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
             methods and seeds without runs, are left out.
 
     Raises:
-        KairosError: the folder, reference.json or a manifest is missing or damaged; or the record of a job's time is
-            damaged. A result is missing, damaged or outdated; if `unfinished`, it raises only if no run is evaluated
+        KairosError: the folder or a record is missing or damaged, that of a job's time included.
+            A result is missing, damaged or outdated; if `unfinished`, it raises only if no run is evaluated
             past step 0.
     """
     folder = Path(folder)
@@ -444,9 +444,9 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
             f"--results: {folder} is not a folder; `make run EXPERIMENT=...` creates results/<experiment>"
         )
     # files that all runs share
-    reference = _read(folder / "reference" / "reference.json", "reference")
-    dataset = _read(folder / "dataset" / "manifest.json", "prepare")
-    autoencoder = _read(folder / "autoencoder" / "manifest.json", "autoencoder")
+    reference = _read(folder / "reference" / "record.json", "reference")
+    dataset = _read(folder / "dataset" / "record.json", "prepare")
+    autoencoder = _read(folder / "autoencoder" / "record.json", "autoencoder")
     # runs, each with the errors of its results
     validity = Validity(experiment, folder)
     runs_with_errors = [
@@ -495,7 +495,7 @@ def load_recorded_experiment(folder: Path) -> Experiment:
     Raises:
         KairosError: the folder contains no snapshot, or the record is damaged or not a valid experiment.
     """
-    newest_record = _find_newest(folder, "milestones/*/milestone.json")
+    newest_record = _find_newest(folder, "snapshots/*/snapshot.json")
     if newest_record is None:
         raise KairosError(f"{folder}: contains no snapshot yet; `kairos status` shows the progress of training runs")
     config = read_record(newest_record)["config"]
@@ -698,9 +698,9 @@ def _read_snapshot(validity: Validity, run_folder: Path, step: int, reference: R
         KairosError: a file is missing or damaged, or the evaluation lacks the metric of `reference`.
     """
     name = step_name(step)
-    snapshot_folder = run_folder / "milestones" / name
+    snapshot_folder = run_folder / "snapshots" / name
     evaluation_file = run_folder / "evaluation" / f"{name}.json"
-    record = _read(snapshot_folder / "milestone.json", "train", validity.snapshot_records.read)
+    record = _read(snapshot_folder / "snapshot.json", "train", validity.snapshot_records.read)
     strategy_file = _read(snapshot_folder / "strategy.csv", "train", Path)
     evaluation = _read(evaluation_file, "evaluate")
     grid_file = _read(run_folder / "samples" / f"{name}.png", "sample", Path)

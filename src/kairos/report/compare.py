@@ -182,7 +182,7 @@ def _loss_settings(results: Results, column: str) -> dict[str, str]:
     """Return the settings that must be equal to compare losses of held-out images, as texts by dotted name.
 
     They are hashes of data and autoencoder, the process, and the numbers of strata and images. The prediction is in the
-    column's name. The dictionary is empty if `column` is not such a loss. A hash that a manifest lacks is the text
+    column's name. The dictionary is empty if `column` is not such a loss. A hash that a record lacks is the text
     ``None``, which equals only another missing hash.
     """
     if column not in results.measurements.validation_columns:

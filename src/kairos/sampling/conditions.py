@@ -155,7 +155,7 @@ def check_conditions(latents: Latents, descriptions: dict[str, dict[str, Any]], 
         KairosError: a condition is missing or differs, for example in its shape or text encoder.
     """
     for name in descriptions:
-        available = _comparable(latents.manifest["conditions"].get(name, {}))
+        available = _comparable(latents.record["conditions"].get(name, {}))
         required = _comparable(descriptions[name])
         if available != required:
             raise KairosError(

@@ -42,13 +42,13 @@ class SamplingJob:
     """Images to generate from one snapshot.
 
     Attributes:
-        milestone: folder of the snapshot.
+        snapshot: folder of the snapshot.
         out: npz file to write.
         grid: PNG picture of the first images to write; None: no picture.
         shard_files: files of all shards, which are merged; empty: the images are generated.
     """
 
-    milestone: Path
+    snapshot: Path
     out: Path
     grid: Path | None = None
     shard_files: tuple[Path, ...] = ()
@@ -93,19 +93,19 @@ def run(
     if request.num < 1:
         raise ConfigError(f"--num: got {request.num}, allowed: 1 or more")
     for job in jobs:
-        sample_milestone(job, request)
+        sample_snapshot(job, request)
         finished(job)
 
 
-def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:
+def load_settings(snapshot: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:
     """Return a snapshot's section `sampling` with overrides and without spacing ``auto``, and the snapshot's record.
 
     Raises:
         KairosError: the snapshot is missing, or its record is damaged.
         ConfigError: a replaced field has an invalid value, or the section does not fit the snapshot.
     """
-    record = open_record(milestone, "train --config F --method M --seed N --out D", "milestone.json")
-    config, source = record["config"], f"{milestone}/milestone.json"
+    record = open_record(snapshot, "train --config F --method M --seed N --out D", "snapshot.json")
+    config, source = record["config"], f"{snapshot}/snapshot.json"
     sampling = check(SamplingConfig, {**config["sampling"], **overrides}, f"{source}: sampling")
     diffusion = check(DiffusionConfig, config["diffusion"], f"{source}: diffusion")
     sampling.check_fits(diffusion, _condition_names(record), config["training"]["condition_dropout"])
@@ -143,7 +143,7 @@ class _SnapshotSampler:
     """Generation of a job's images from one snapshot, with all settings resolved.
 
     Attributes:
-        milestone: folder of the snapshot.
+        snapshot: folder of the snapshot.
         record: record of the snapshot.
         options: section `sampling`, whose solver has a spacing other than ``auto``.
         conditions: conditions by image index.
@@ -155,7 +155,7 @@ class _SnapshotSampler:
         device: device that generates the images, see `SamplingRequest`.
     """
 
-    milestone: Path
+    snapshot: Path
     record: dict[str, Any]
     options: SamplingConfig
     conditions: ImageConditions
@@ -176,12 +176,12 @@ class _SnapshotSampler:
             KairosError: the snapshot or the autoencoder is missing or damaged, or they do not belong together.
             NotFiniteError: weights, sampled images or decoded pixels are not finite.
         """
-        from kairos.milestones import open_milestone
+        from kairos.snapshots import open_snapshot
 
         # network, autoencoder and time grid
         device = set_up_device(self.record, self.device)
-        snapshot = open_milestone(self.milestone, self.options.weights, device)
-        codec = open_codec(self.milestone, self.record, self.autoencoder, device)
+        snapshot = open_snapshot(self.snapshot, self.options.weights, device)
+        codec = open_codec(self.snapshot, self.record, self.autoencoder, device)
         process, solver = snapshot.process, self.options.scheduler
         shape = tuple(self.record["shape"])
         grid = build_time_grid(process, self.options.steps, solver)
@@ -199,7 +199,7 @@ class _SnapshotSampler:
                 noise = make_noise_source(self.seed, indices, shape, device)
                 # `solver` holds options; `build` runs the solver over all steps of the grid
                 x0 = solver.build(process, grid, predict_x0, noise)  # (batch, c, h, w)
-                demand_finite(x0, f"{self.milestone}: {len(x0)} sampled images", _REMEDY)
+                demand_finite(x0, f"{self.snapshot}: {len(x0)} sampled images", _REMEDY)
                 images = to_uint8(codec.decode(x0.float()))[:kept_count]
             yield images
             progress.advance(kept_count)
@@ -211,7 +211,7 @@ class _SnapshotSampler:
             yield self.conditions.values_to_store(name, indices)[:kept_count]
 
 
-def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
+def sample_snapshot(job: SamplingJob, request: SamplingRequest) -> None:
     """Write the images of one snapshot or of a shard, and log their number and file.
 
     The images are generated and decoded, or merged if the job lists the files of all shards. The sampling protocol and
@@ -248,9 +248,9 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
         KairosError: the snapshot is missing, or the latents do not belong to it.
     """
     # settings of the snapshot and of the request
-    options, record = load_settings(job.milestone, request.overrides)
+    options, record = load_settings(job.snapshot, request.overrides)
     seed = options.seed if request.seed is None else request.seed
-    latents = request.latents or job.milestone / "../../../../../latents"
+    latents = request.latents or job.snapshot / "../../../../../latents"
     conditions = load_conditions(_condition_names(record), record["conditions"], latents, options.labels, seed)
     guidance = _guidance(options, record["shape"][0])
     protocol = _sampling_protocol(record, options, seed, request.num)
@@ -270,7 +270,7 @@ def _prepare_sampler(job: SamplingJob, request: SamplingRequest) -> tuple[_Snaps
                 f"{options.batch_size} images"
             )
     sampler = _SnapshotSampler(
-        milestone=job.milestone,
+        snapshot=job.snapshot,
         record=record,
         options=options,
         conditions=conditions,
@@ -329,11 +329,11 @@ def _guidance(options: SamplingConfig, channels: int) -> Guidance:
     return guidance
 
 
-def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, device: torch.device | str) -> Any:
+def open_codec(snapshot: Path, record: dict[str, Any], folder: Path | None, device: torch.device | str) -> Any:
     """Load the autoencoder that a snapshot was trained with.
 
     Args:
-        milestone: folder of the snapshot.
+        snapshot: folder of the snapshot.
         record: record of the snapshot.
         folder: folder of the autoencoder; None: ``../../../../../autoencoder``, relative to the snapshot.
         device: device for the autoencoder.
@@ -345,18 +345,18 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
     """
     from kairos.autoencoders.codec import load_codec
 
-    folder = folder or milestone / "../../../../../autoencoder"
-    advice = f"pass --autoencoder DIR, the one that {milestone} was trained with"
-    if not (folder / "manifest.json").is_file():
+    folder = folder or snapshot / "../../../../../autoencoder"
+    advice = f"pass --autoencoder DIR, the one that {snapshot} was trained with"
+    if not (folder / "record.json").is_file():
         raise KairosError(f"{folder.resolve()}: no autoencoder; {advice}")
     codec = load_codec(folder, device)
     required_hash = record["autoencoder_sha256"]
     if required_hash is None:  # imported weights, whose autoencoder is unknown: only the shape can be compared
-        latent_shape, required_shape = list(codec.manifest["latent_shape"]), list(record["shape"])
+        latent_shape, required_shape = list(codec.record["latent_shape"]), list(record["shape"])
         if latent_shape != required_shape:
             raise KairosError(f"--autoencoder: {folder} has latents of shape {latent_shape}, allowed: {required_shape}")
-    elif required_hash != codec.manifest["sha256"]:
+    elif required_hash != codec.record["sha256"]:
         raise KairosError(
-            f"{folder}: got autoencoder {codec.manifest['sha256'][:12]}, expected {required_hash[:12]}; {advice}"
+            f"{folder}: got autoencoder {codec.record['sha256'][:12]}, expected {required_hash[:12]}; {advice}"
         )
     return codec

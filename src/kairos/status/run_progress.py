@@ -257,7 +257,7 @@ def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progre
     """
     if record or progress:
         return int(max(record.get("steps", 0), progress.get("step", 0)))
-    snapshots = [path for path in list_by_step(folder / "milestones") if (path / "milestone.json").exists()]
+    snapshots = [path for path in list_by_step(folder / "snapshots") if (path / "snapshot.json").exists()]
     return int(snapshots[-1].name) if snapshots else 0
 
 
@@ -313,7 +313,7 @@ def find_first_snapshot(folder: Path) -> Path | None:
     A run with new settings replaces this snapshot before all others, so its record has the present settings. The folder
     belongs to a training run or a state. Snapshots without a record are skipped.
     """
-    records = (snapshot / "milestone.json" for snapshot in list_by_step(folder / "milestones"))
+    records = (snapshot / "snapshot.json" for snapshot in list_by_step(folder / "snapshots"))
     return next((record for record in records if record.exists()), None)
 
 

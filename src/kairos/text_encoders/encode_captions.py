@@ -30,13 +30,13 @@ _REMEDY = "use another text encoder, or download its weights again"
 def encode_captions(
     config: TextEncoderConfig, dataset: PreparedDataset, out: Path, device: torch.device
 ) -> dict[str, Any]:
-    """Encode the captions of a data set, write the folder and return its manifest.
+    """Encode the captions of a data set, write the folder and return its record.
 
     The folder contains ``states.npy`` (a row per caption, of `text_encoder.dtype`), ``empty.npy`` (the state of the
-    empty caption, float32, with one row) and the manifest. Older results there are deleted before the captions are
+    empty caption, float32, with one row) and the record. Older results there are deleted before the captions are
     encoded, and an interrupted call resumes. The end of start-up is marked when the encoder is loaded.
 
-    In the manifest, ``length`` is the number of tokens to which the encoder pads, ``longest`` the tokens of the longest
+    In the record, ``length`` is the number of tokens to which the encoder pads, ``longest`` the tokens of the longest
     caption, and ``truncated`` the number of truncated captions. ``content_sha256`` is the hash of all fields but these.
 
     Args:
@@ -64,7 +64,7 @@ def encode_captions(
     # write the states into the private folder; a run with equal identity resumes there
     identity = {
         "encoder": encoder.sha256,
-        "dataset": dataset.manifest["content_sha256"],
+        "dataset": dataset.record["content_sha256"],
         **config.model_dump(include={"output", "batch_size", "dtype"}),
         "length": encoder.length,
         "threads": torch.get_num_threads(),
@@ -97,19 +97,19 @@ def encode_captions(
         sync_to_disk(partial / "empty.npy")
         files["empty.npy"] = sha256_file(partial / "empty.npy")
 
-        # publish the files with the manifest
-        manifest = {
+        # publish the files with the record
+        record = {
             "count": len(captions),
             "condition": {"kind": "text", "shape": list(shape), "null": config.dropped, "encoder": encoder.sha256},
             "dtype": config.dtype,
             "output": config.output,
-            "dataset_sha256": dataset.manifest["content_sha256"],
+            "dataset_sha256": dataset.record["content_sha256"],
             "files": files,
         }
-        manifest["content_sha256"] = sha256_json(manifest)  # the fields above determine the training data
-        manifest |= {"length": encoder.length, "longest": longest, "truncated": truncated_count}
-        publish_arrays(out, manifest)
-    return manifest
+        record["content_sha256"] = sha256_json(record)  # the fields above determine the training data
+        record |= {"length": encoder.length, "longest": longest, "truncated": truncated_count}
+        publish_arrays(out, record)
+    return record
 
 
 def _check_lengths(captions: Captions, encoder: TextEncoder, too_long: str) -> tuple[int, int]:

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 from kairos.files import atomic_folder, glance, write_text
-from kairos.milestones import check_milestone, step_name
 from kairos.models.settings import omit_overridden_size
 from kairos.report import findings, formatting
 from kairos.report.collect import Results
 from kairos.report.sample_figures import load_sample_grid
+from kairos.snapshots import check_snapshot, step_name
 from kairos.tracking import run_content
 from kairos_timesteps.errors import KairosError, demand
 
@@ -94,21 +94,21 @@ def write_hub_folder(snapshot: Path, out: Path) -> None:
         KairosError: there is no snapshot.
         DamagedError: the snapshot does not match its record.
     """
-    record = check_milestone(snapshot)
+    record = check_snapshot(snapshot)
     name = step_name(record["step"])
-    run_folder = snapshot.resolve().parents[1]  # <results>/methods/<method>/seed<seed>/milestones/<step>
+    run_folder = snapshot.resolve().parents[1]  # <results>/methods/<method>/seed<seed>/snapshots/<step>
     results = run_folder.parents[2]
 
     # records of the inputs; records of another training run or data set are treated as missing
     evaluation = glance(run_folder / "evaluation" / f"{name}.json")
     if evaluation.get("protocol", {}).get("identity") != record["identity"]:
         evaluation = {}
-    dataset = glance(results / "dataset" / "manifest.json")
+    dataset = glance(results / "dataset" / "record.json")
     if dataset.get("content_sha256") != record["dataset_sha256"]:
         dataset = {}
     autoencoder_folder = results / "autoencoder"
-    autoencoder = glance(autoencoder_folder / "manifest.json")
-    # a record of imported weights may have the hash None, which must not equal the hash of a missing manifest, ""
+    autoencoder = glance(autoencoder_folder / "record.json")
+    # a record of imported weights may have the hash None, which must not equal the hash of a missing record, ""
     has_autoencoder = autoencoder.get("sha256", "") == record["autoencoder_sha256"]
 
     # files

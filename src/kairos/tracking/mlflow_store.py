@@ -26,7 +26,7 @@ _RUNS_PER_PAGE = 500
 _EARLIER = "[earlier] "  # start of the name of a training run that is no current result
 _RUN_NAME = "mlflow.runName"
 _DATASET_SIZES = ("count", "height", "width", "channels")
-DATASET_FIELDS = ("source", "content_sha256", *_DATASET_SIZES)  # fields of the manifest, see `build_dataset_input`
+DATASET_FIELDS = ("source", "content_sha256", *_DATASET_SIZES)  # fields of the record, see `build_dataset_input`
 _EARLIEST_FIRST = "attributes.start_time ASC"  # MLflow orders equal times by run id, so all processes see one order
 
 
@@ -385,20 +385,20 @@ def to_mlflow_metrics(points: Sequence[Point]) -> list[Any]:
     return [Metric(*point) for point in points]
 
 
-def build_dataset_input(manifest: dict[str, Any], folder: Path) -> Any:
+def build_dataset_input(record: dict[str, Any], folder: Path) -> Any:
     """Return the prepared data set of an experiment as an ``mlflow.entities.DatasetInput`` with context ``training``.
 
     Its name is the kind of source, such as ``folder``. Its digest is the first 36 characters of the hash of the
     content, the most that MLflow accepts. The ``uri`` of its source is a text with path and size, which MLflow's page
-    shows. `manifest` is the manifest of the data set, and `folder` the folder of the experiment's results.
+    shows. `record` is the record of the data set, and `folder` the folder of the experiment's results.
     """
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
-    size = ", ".join(f"{name} {manifest[name]}" for name in _DATASET_SIZES)
+    size = ", ".join(f"{name} {record[name]}" for name in _DATASET_SIZES)
     path_and_size = f"{folder}/dataset ({size})"
     dataset = Dataset(
-        name=manifest["source"],
-        digest=manifest["content_sha256"][:36],
+        name=record["source"],
+        digest=record["content_sha256"][:36],
         source_type="local",  # MLflow's page shows the uri of a local source as its path
         source=json.dumps({"uri": path_and_size}),
     )

@@ -10,8 +10,8 @@ from kairos import models
 from kairos.data.latents import open_latents
 from kairos.files import open_record, sha256_file, sha256_json
 from kairos.forward_process import build_process, output_channels, scheduler_config
-from kairos.milestones import write_milestone
 from kairos.models.published_weights import read_published
+from kairos.snapshots import write_snapshot
 from kairos.training.provenance import describe_environment
 from kairos.training.settings import RunSettings
 from kairos_timesteps import Strategy
@@ -108,14 +108,14 @@ def import_weights(
         data = open_latents(latents)
         shape, descriptions = data.shape, data.condition_kinds
         sources = {
-            "autoencoder_sha256": data.manifest["autoencoder_sha256"],
-            "dataset_sha256": data.manifest["dataset_sha256"],
+            "autoencoder_sha256": data.record["autoencoder_sha256"],
+            "dataset_sha256": data.record["dataset_sha256"],
             "sigma_data": data.measure_sigma_data(),
         }
     elif autoencoder is not None:
-        manifest = open_record(autoencoder, "autoencoder --config F")
-        shape = tuple(manifest["latent_shape"])
-        sources["autoencoder_sha256"] = manifest["sha256"]
+        autoencoder_record = open_record(autoencoder, "autoencoder --config F")
+        shape = tuple(autoencoder_record["latent_shape"])
+        sources["autoencoder_sha256"] = autoencoder_record["sha256"]
     if shape is None:
         raise ConfigError("--shape: got none; pass C,H,W of x0, or --autoencoder DIR or --latents DIR that contain it")
     condition_names = run.model.conditions
@@ -152,7 +152,7 @@ def import_weights(
     may_be_pixels = sources["autoencoder_sha256"] in (None, "pixels")
     has_pixels = may_be_pixels and shape[0] in (1, 3)  # grey or colour images
     scheduler = scheduler_config(process, clip=has_pixels)
-    write_milestone(out, model, averaged_weights, record, columns=columns, scheduler=scheduler)
+    write_snapshot(out, model, averaged_weights, record, columns=columns, scheduler=scheduler)
     return record
 
 

@@ -21,8 +21,8 @@ from kairos.data.latents import open_latents
 from kairos.files import read_entries, set_missing_filename
 from kairos.finite import demand_finite
 from kairos.forward_process import scheduler_config
-from kairos.milestones import write_milestone
 from kairos.progress import ProgressBar, duration, log
+from kairos.snapshots import write_snapshot
 from kairos.stages import TRAIN, list_modules
 from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
@@ -51,14 +51,14 @@ def train(
     latents_folder: Path,
     milestones: list[int],
     restart: bool = False,
-    milestones_only: bool = False,
+    snapshots_only: bool = False,
     wait: bool = False,
     stop_request: StopRequest | None = None,
     accept_versions: bool = False,
 ) -> dict[str, Any]:
     """Train until every one of `milestones` is reached, and publish their snapshots in `out`.
 
-    Unless `milestones_only` is set, the record, the last checkpoint, metrics and times are published too. The run
+    Unless `snapshots_only` is set, the record, the last checkpoint, metrics and times are published too. The run
     resumes from the state of an earlier call with equal identity. If that call has reached all milestones and its last
     checkpoint exists where it is needed, no step is computed, and the state is published again. Threads and
     determinism are set for the whole process. Every rank calls this function. Rank 0 alone writes files, except that a
@@ -70,7 +70,7 @@ def train(
         latents_folder: output of `kairos encode`.
         milestones: steps whose weights are kept, increasing; training ends at the last one.
         restart: delete the saved state of this identity and start from step 0.
-        milestones_only: publish the snapshots, but neither record nor checkpoint; a later call completes the run.
+        snapshots_only: publish the snapshots, but neither record nor checkpoint; a later call completes the run.
         wait: wait for another process that trains in `out`, such as a killed controller's job, instead of failing.
         stop_request: source of requests to stop early, whose context the caller has entered; None: there are none.
         accept_versions: resume from a state that other versions of torch or diffusers computed.
@@ -95,7 +95,7 @@ def train(
 
         # identity of the run, and its folder
         latents = open_latents(latents_folder)
-        computed_from = describe_training(run, latents.manifest, device.type)
+        computed_from = describe_training(run, latents.record, device.type)
         identity = find_identity(out, computed_from)
         progress.set_identity(identity)
 
@@ -104,7 +104,7 @@ def train(
             run_folder.clear()
 
         # steps; rank 0 reads the files, and all ranks get its result: empty if no step is left to compute
-        missing_milestones = ranks.call_on_rank_0(lambda: run_folder.prepare(milestones, milestones_only))
+        missing_milestones = ranks.call_on_rank_0(lambda: run_folder.prepare(milestones, snapshots_only))
         steps_run = 0
         if missing_milestones:
             job = TrainingJob(
@@ -121,7 +121,7 @@ def train(
             log(f"{out}: all milestones are complete, 0 steps to do")
 
         # outputs
-        if is_first and milestones_only:
+        if is_first and snapshots_only:
             run_folder.publish(milestones, None, computed_from)
         elif is_first:
             checkpoint = run_folder.newest_checkpoint(latest_step=milestones[-1])
@@ -418,7 +418,7 @@ class TrainingJob:
         if not self.is_first:
             return
         statistics = sampler.statistics()
-        manifest = training.latents.manifest
+        record = training.latents.record
         columns = training.strategy.table(training.density_images())
         strategy_facts: dict[str, Any] = {name: statistics.get(name) for name in ("updates", "a", "b")}
         strategy_facts["tv_from_start"] = float(abs(columns["p"] - self.start_density).sum() / 2)
@@ -428,11 +428,11 @@ class TrainingJob:
             "method": training.run.method_name,
             "seed": training.seed,
             "config": training.run.plain_experiment(),
-            "autoencoder_sha256": manifest["autoencoder_sha256"],
-            "dataset_sha256": manifest["dataset_sha256"],
+            "autoencoder_sha256": record["autoencoder_sha256"],
+            "dataset_sha256": record["dataset_sha256"],
             "shape": list(training.latents.shape),
             "sigma_data": training.sigma_data,
-            "conditions": {name: manifest["conditions"][name] for name in training.conditions},
+            "conditions": {name: record["conditions"][name] for name in training.conditions},
             "provenance": build_provenance(
                 training.run.model, training.settings, self.environment, self.run_folder.resumed_under
             ),
@@ -441,6 +441,6 @@ class TrainingJob:
             "learned": isinstance(sampler, Learned),
             "strategy": strategy_facts,
         }
-        scheduler = scheduler_config(training.process, clip=manifest["kind"] == "pixels")
+        scheduler = scheduler_config(training.process, clip=record["kind"] == "pixels")
         folder = self.run_folder.snapshot_folder(training.step)
-        write_milestone(folder, training.model, training.average.weights, facts, columns=columns, scheduler=scheduler)
+        write_snapshot(folder, training.model, training.average.weights, facts, columns=columns, scheduler=scheduler)

@@ -2,7 +2,7 @@
 
     checkpoints/0000400.ckpt     the last two checkpoints
     metrics.jsonl timing.jsonl   lines beyond the checkpoint that a job resumes from are cut off
-    milestones/0000400/          every snapshot reached so far
+    snapshots/0000400/          every snapshot reached so far
 
 ``D/.state`` also contains ``lock``, held by the process that trains, and ``progress.json``, with step, rate and state
 of the run for `kairos status`.
@@ -38,8 +38,8 @@ from kairos.files import (
     write_record,
     write_text,
 )
-from kairos.milestones import check_milestone, step_name
 from kairos.progress import log
+from kairos.snapshots import check_snapshot, step_name
 from kairos.training import checkpoint
 from kairos.training.provenance import changes_bits, library_versions
 from kairos.validity import state_folder
@@ -76,7 +76,7 @@ TIMING_FIELDS = {
     "machine.processes": "processes of the training run",
 }
 
-_RECORD = "milestone.json"  # of a snapshot
+_RECORD = "snapshot.json"  # of a snapshot
 _KEPT_CHECKPOINTS = 2  # if the last one is damaged, the one before it is used
 _WATCH_SECONDS = 12  # for which a progress file is watched; a running job writes it every 5 s
 _STALE_SECONDS = 60  # age from which a progress file is treated as abandoned
@@ -180,22 +180,22 @@ class RunFolder:
         self._metrics_size = 0
         self._metrics_digest = hashlib.sha256()
 
-    def prepare(self, milestones: list[int], milestones_only: bool = False) -> list[int]:
+    def prepare(self, milestones: list[int], snapshots_only: bool = False) -> list[int]:
         """Prepare the state for a request, and return the milestones up to which steps have to be computed.
 
         These are the milestones without an intact snapshot. The last milestone is returned if only the last checkpoint
-        is missing, unless `milestones_only` is set. Temporary files of killed jobs are deleted. Messages report a
+        is missing, unless `snapshots_only` is set. Temporary files of killed jobs are deleted. Messages report a
         start from step 0 and damaged files. The caller holds the lock of the run.
 
         Args:
             milestones: steps whose snapshots are requested, increasing.
-            milestones_only: the request does not include the last checkpoint.
+            snapshots_only: the request does not include the last checkpoint.
         """
         self._report_other_states()
         self.state.mkdir(parents=True, exist_ok=True)
         self._delete_temporary_files()
         missing = [step for step in milestones if not _is_intact(self.snapshot_folder(step))]
-        if missing or milestones_only:
+        if missing or snapshots_only:
             return missing
         last_milestone = milestones[-1]
         newest_checkpoint = self.newest_checkpoint(latest_step=last_milestone)
@@ -271,7 +271,7 @@ class RunFolder:
 
     def snapshot_folder(self, step: int) -> Path:
         """Return the folder of the snapshot at a step."""
-        return self.state / "milestones" / step_name(step)
+        return self.state / "snapshots" / step_name(step)
 
     def append_times(self, times: dict[str, Any]) -> None:
         """Append a line to timing.jsonl, with the identity of the run; `times` has the other `TIMING_FIELDS`."""
@@ -386,7 +386,7 @@ class RunFolder:
             if int(path.stem) > step:
                 path.unlink()
         if step == 0:
-            shutil.rmtree(self.state / "milestones", ignore_errors=True)
+            shutil.rmtree(self.state / "snapshots", ignore_errors=True)
 
     def publish(self, milestones: list[int], record: dict[str, Any] | None, computed_from: dict[str, Any]) -> None:
         """Link the outputs of a request into the run's folder; the record is written last.
@@ -402,7 +402,7 @@ class RunFolder:
                 other code, which was accepted, computed a snapshot, they list the hash of this code under ``accepted``.
         """
         for step in milestones:
-            _publish_snapshot(self.snapshot_folder(step), self.out / "milestones" / step_name(step), computed_from)
+            _publish_snapshot(self.snapshot_folder(step), self.out / "snapshots" / step_name(step), computed_from)
         if record is None:
             return
         link_file(self._checkpoint_path(record["steps"]), self.out / "checkpoint.pt")
@@ -442,7 +442,7 @@ def _is_intact(snapshot: Path) -> bool:
     if not (snapshot / _RECORD).exists():
         return False
     try:
-        check_milestone(snapshot)
+        check_snapshot(snapshot)
     except KairosError as error:
         log(f"{error}; it is replaced")
         return False

@@ -15,7 +15,7 @@ from kairos import models
 from kairos.data.batches import Batches
 from kairos.data.latents import Latents
 from kairos.forward_process import build_process, output_channels
-from kairos.milestones import load_start_weights
+from kairos.snapshots import load_start_weights
 from kairos.training.lengths import length_in_steps
 from kairos.training.optim import Average
 from kairos.training.settings import RunSettings

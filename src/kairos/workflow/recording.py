@@ -38,7 +38,7 @@ def record(experiment: Experiment, results: Path, out: Path) -> None:
     """Write the recording of complete results to a file, and DVC's metrics and curves into the folder of results.
 
     The metrics are in ``summary/metrics.json``, and the curve of each method in ``summary/curves``. A folder that
-    dvc.yaml lists and the experiment lacks gets a placeholder ``manifest.json``.
+    dvc.yaml lists and the experiment lacks gets a placeholder ``record.json``.
 
     Args:
         experiment: the experiment, with a definite extractor.
@@ -51,7 +51,7 @@ def record(experiment: Experiment, results: Path, out: Path) -> None:
     _write_summary(collect(experiment, results), results / "summary")
     for name in _FOLDERS:
         if not (results / name).exists():
-            write_record(results / name / "manifest.json", {"reason": f"the experiment has no {name}"})
+            write_record(results / name / "record.json", {"reason": f"the experiment has no {name}"})
     validity = Validity(experiment, results)
     contents, stages = {}, {}
     for stage in validity.stages:
@@ -152,7 +152,7 @@ def _find_result(validity: Validity, path: Path) -> Result | None:
     None: the experiment has no such stage any more, such as an analysis.
     """
     if path.name == "training.json":
-        path = path.parent / "milestones" / f"{glance(path).get('steps', 0):07d}" / "milestone.json"
+        path = path.parent / "snapshots" / f"{glance(path).get('steps', 0):07d}" / "snapshot.json"
     return validity.find_result(str(path))
 
 

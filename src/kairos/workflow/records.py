@@ -77,7 +77,7 @@ def _accept_states(validity: Validity, result: Result, key: str) -> list[str]:
     The state of the published snapshot comes before others, such as that of a run without published snapshots.
     """
     folder = run_folder(validity.results, str(result.method), int(result.seed or 0))
-    paths = [*sorted(folder.glob(".state/*/milestones/*/milestone.json")), validity.path(result)]
+    paths = [*sorted(folder.glob(".state/*/snapshots/*/snapshot.json")), validity.path(result)]
     changed = []
     for path in paths:  # later ones replace earlier ones
         record = glance(path)

@@ -25,7 +25,7 @@ from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.lookup import parse_name
 from kairos_timesteps.options import options_without_name
 
-_RECORD_PATTERN = "milestones/*/milestone.json"  # records of snapshots in the folder of a training run
+_RECORD_PATTERN = "snapshots/*/snapshot.json"  # records of snapshots in the folder of a training run
 _PER_IMAGE_NOTE = (
     "p(t) differs between images; shown is the mean over the first images of the training set, at most 256"
 )
@@ -45,8 +45,8 @@ def build_recorded_view(arguments: argparse.Namespace) -> View:
         DamagedError: the table or the record of the snapshot is damaged.
     """
     path: Path = arguments.checkpoint
-    if (path / "milestone.json").is_file():
-        return _view_of_snapshot(path / "milestone.json", arguments)
+    if (path / "snapshot.json").is_file():
+        return _view_of_snapshot(path / "snapshot.json", arguments)
     record_files = sorted(path.glob(_RECORD_PATTERN))  # sorted by step: names of snapshots have leading zeros
     if record_files:
         return _view_of_snapshot(record_files[-1], arguments)

@@ -1,6 +1,6 @@
 """Snapshots: weights exported at a training step, in self-describing folders that diffusers opens.
 
-Sampling, evaluation and users read them. Experiment files and folders call them milestones.
+Sampling, evaluation and users read them. A milestone is a step at which a snapshot is exported.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def step_name(step: int) -> str:
     return f"{step:07d}"
 
 
-def write_milestone(
+def write_snapshot(
     folder: Path,
     model: "Backbone",
     average: dict[str, "Tensor"],
@@ -57,7 +57,7 @@ def write_milestone(
     """Write the folder of a snapshot atomically, in place of an existing one.
 
     The files are the average weights in ``ema/``, the raw weights in ``raw/``, the strategy's table ``strategy.csv``,
-    and the record ``milestone.json`` with the hashes of all other files. Unless `scheduler` is None, its configuration
+    and the record ``snapshot.json`` with the hashes of all other files. Unless `scheduler` is None, its configuration
     is in folder ``scheduler/``.
 
     Args:
@@ -78,10 +78,10 @@ def write_milestone(
             write_json(temporary / "scheduler" / "scheduler_config.json", scheduler)
         write_text(temporary / "strategy.csv", strategy_csv(columns))
         # last, since it contains the hashes of the others
-        write_record(temporary / "milestone.json", {**facts, "files": hash_folder(temporary)})
+        write_record(temporary / "snapshot.json", {**facts, "files": hash_folder(temporary)})
 
 
-def check_milestone(folder: Path) -> dict[str, Any]:
+def check_snapshot(folder: Path) -> dict[str, Any]:
     """Compare the files that a snapshot's record lists with their hashes there, and return the record.
 
     All files are read. Further files are not checked.
@@ -90,7 +90,7 @@ def check_milestone(folder: Path) -> dict[str, Any]:
         KairosError: the folder contains no snapshot.
         DamagedError: the record is damaged, or a file is missing or has changed.
     """
-    record = open_record(folder, "train", "milestone.json")
+    record = open_record(folder, "train", "snapshot.json")
     check_files(folder, record["files"], "train again, or pull it with dvc")
     return record
 
@@ -112,7 +112,7 @@ def load_start_weights(folder: Path, weights: dict[str, "Tensor"]) -> dict[str, 
     from kairos.models import DIVERGED_REMEDY, WEIGHTS
     from kairos.models.backbone import describe_mismatch
 
-    check_milestone(folder)
+    check_snapshot(folder)
     loaded = load_file(folder / "ema" / WEIGHTS)
     demand_finite(loaded, f"training.start_from: {folder / 'ema' / WEIGHTS}: weights", DIVERGED_REMEDY)
     problem = describe_mismatch(weights, loaded)  # empty if they fit
@@ -135,10 +135,10 @@ def hash_start_weights(folder: Path, model: "BackboneOptions") -> str:
         ConfigError: the folder contains no snapshot, or one of another backbone or with other `_SHAPE_OPTIONS`.
         DamagedError: the record is damaged.
     """
-    path = folder / "milestone.json"
+    path = folder / "snapshot.json"
     if not path.is_file():
         raise ConfigError(
-            f"training.start_from: got {str(folder)!r}, allowed: the folder of a snapshot (it contains milestone.json) "
+            f"training.start_from: got {str(folder)!r}, allowed: the folder of a snapshot (it contains snapshot.json) "
             "of a training run or of kairos import-weights"
         )
     record = open_record(folder, "train", path.name)
@@ -161,7 +161,7 @@ class Snapshot:
     Attributes:
         model: the network in evaluation mode.
         process: the forward process.
-        record: content of milestone.json.
+        record: content of snapshot.json.
         diffusion: section `diffusion` of the experiment of the training run.
         config: the whole experiment, as plain values of the version of kairos that trained.
     """
@@ -173,7 +173,7 @@ class Snapshot:
     config: dict[str, Any]
 
 
-def open_milestone(folder: Path, weights: str = "ema", device: "torch.device | str" = "cpu") -> Snapshot:
+def open_snapshot(folder: Path, weights: str = "ema", device: "torch.device | str" = "cpu") -> Snapshot:
     """Check all files of a snapshot against its record, and load one of its networks, in evaluation mode.
 
     Torch's global generator advances, see `models.load`.
@@ -190,11 +190,11 @@ def open_milestone(folder: Path, weights: str = "ema", device: "torch.device | s
     from kairos import models
     from kairos.models.settings import BACKBONES
 
-    record = check_milestone(folder)
+    record = check_snapshot(folder)
     if weights not in ("ema", "raw"):
         raise KairosError(f"weights: got {weights!r}, allowed: ema, raw")
     config = record["config"]
-    diffusion = check(DiffusionConfig, config["diffusion"], f"{folder}/milestone.json: diffusion")
+    diffusion = check(DiffusionConfig, config["diffusion"], f"{folder}/snapshot.json: diffusion")
     process = build_process(diffusion.process, diffusion.prediction, record["sigma_data"])
     channels, height, width = record["shape"]
     model = models.load(
