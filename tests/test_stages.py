@@ -91,7 +91,7 @@ def test_settings_modules_count_where_they_decide_results(file: str, old: str, n
         ("data/batches.py", TRAINING),
         ("evaluation/evaluate.py", {"evaluate"}),
         ("losses/terms.py", TRAINING),
-        ("snapshots/__init__.py", {*TRAINING, "sample", "evaluate", *SUMMARIES}),
+        ("snapshots.py", {*TRAINING, "sample", "evaluate", *SUMMARIES}),
         ("models/dit.py", {*TRAINING, "sample", "evaluate"}),
         ("models/unet.py", set()),  # another backbone
         ("report/page.py", {"report"}),

@@ -11,15 +11,16 @@ import importlib.util
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 PACKAGES = ("kairos", "kairos_timesteps")
+# ``from source import names`` as source, number of leading dots and names; ``import a.b`` as "", 0 and ("a.b",)
+_Import = tuple[str, int, tuple[str, ...]]
 _imported: dict[Path, bytes] = {}  # content of files at their import, see `set_source`
 
 
 def hash_code(modules: Iterable[str], left_out: frozenset[str] = frozenset()) -> str:
     """Return the hash of the code of `modules` and of all that they import, 16 hex digits; see `list_files`."""
-    digests = (hash_file(path) for path in list_files(tuple(sorted(modules)), left_out))
+    digests = (_summarise(path)[0] for path in list_files(tuple(sorted(modules)), left_out))
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:16]
 
 
@@ -40,60 +41,52 @@ def list_files(modules: tuple[str, ...], left_out: frozenset[str] = frozenset())
     waiting, seen, files = list(modules), set[str](), set[Path]()
     while waiting:
         module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        path = find_file(module)
-        if path is None:
-            raise ModuleNotFoundError(f"module {module!r} has no source file")
-        files |= {path, *path.parent.glob(f"{path.stem}.*.jinja"), *path.parent.glob(f"{path.stem}.mplstyle")}
-        waiting += [name for name in _list_imports(module, path) if name not in left_out]
+        if module not in seen:
+            seen.add(module)
+            path = find_file(module)
+            if path is None:
+                raise ModuleNotFoundError(f"module {module!r} has no source file")
+            files |= {path, *path.parent.glob(f"{path.stem}.*.jinja"), *path.parent.glob(f"{path.stem}.mplstyle")}
+            waiting += _list_imports(module, path) - left_out
     return tuple(sorted(files))
 
 
 def set_source(path: Path, content: bytes) -> None:
     """Hash `content` for a file from now on, instead of the file on disk, which users may edit after its import."""
     _imported[path] = content
-    for function in (find_file, _find_module, list_files, _list_imports, _summarise):
+    for function in (find_file, list_files, _list_imports, _summarise):
         function.cache_clear()
 
 
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a parsed Python file, see the module's docstring, or of the bytes of any other file.
-
-    This process reads a file once.
-    """
-    return _summarise(path).digest
-
-
-class _Import(NamedTuple):
-    """An import: of modules by `names`, or ``from source import names`` with the number of leading dots as `level`."""
-
-    source: str | None
-    level: int
-    names: tuple[str, ...]
-
-
-class _Summary(NamedTuple):
-    """Hash of a file, and its imports; a syntax tree takes too much memory to be kept."""
-
-    digest: str
-    imports: tuple[_Import, ...] = ()
+@functools.cache
+def find_file(module: str) -> Path | None:
+    """Return the source file of a module, without importing its packages; None if it has none."""
+    package, *names = module.split(".")
+    origin = getattr(sys.modules.get(package), "__file__", None)
+    spec = None if origin else importlib.util.find_spec(package)
+    if spec is not None:  # a folder without __init__.py has a location and no origin
+        origin = spec.origin or str(Path(next(iter(spec.submodule_search_locations or [""])), "__init__.py"))
+    if origin is None or not origin.endswith(".py"):
+        return None
+    base = Path(origin).parent.joinpath(*names)
+    candidates = [base.with_suffix(".py"), base / "__init__.py"] if names else [Path(origin)]
+    return next((file for file in candidates if file.is_file()), None)
 
 
 @functools.cache
-def _summarise(path: Path) -> _Summary:
+def _summarise(path: Path) -> tuple[str, tuple[_Import, ...]]:
+    """Return the hash of a file and its imports; a syntax tree takes too much memory to be kept."""
     content = _imported[path] if path in _imported else path.read_bytes()
     if path.suffix != ".py":
-        return _Summary(hashlib.sha256(content).hexdigest())
+        return hashlib.sha256(content).hexdigest(), ()
     tree = _Stripped().visit(ast.parse(content))
-    imports = []
+    imports: list[_Import] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            imports.append(_Import(None, 0, tuple(alias.name for alias in node.names)))
+            imports.append(("", 0, tuple(alias.name for alias in node.names)))
         elif isinstance(node, ast.ImportFrom):
-            imports.append(_Import(node.module or "", node.level, tuple(alias.name for alias in node.names)))
-    return _Summary(hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(imports))
+            imports.append((node.module or "", node.level, tuple(alias.name for alias in node.names)))
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(imports)
 
 
 class _Stripped(ast.NodeTransformer):
@@ -118,67 +111,32 @@ class _Stripped(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.AST]:
-        if _is_type_checking(node):
+        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             return [self.visit(statement) for statement in node.orelse]
         return self.generic_visit(node)
-
-
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-@functools.cache
-def find_file(module: str) -> Path | None:
-    """Return the source file of a module, without importing its packages; None if it has none."""
-    package, *names = module.split(".")
-    loaded = getattr(sys.modules.get(package), "__file__", None)
-    spec = None if loaded else importlib.util.find_spec(package)
-    if spec is not None and spec.origin is None and spec.submodule_search_locations:  # a folder without __init__.py
-        path = Path(next(iter(spec.submodule_search_locations)), "__init__.py")
-    else:
-        path = Path(loaded or (spec.origin if spec else None) or "")
-    if path.suffix != ".py":
-        return None
-    if not names:
-        return path if path.is_file() else None
-    base = path.parent.joinpath(*names)
-    return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
 
 
 @functools.cache
 def _list_imports(module: str, path: Path) -> frozenset[str]:
     """Return the modules that a file imports and whose files `list_files` follows."""
+    parents = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     imported: set[str] = set()
-    for source, level, names in _summarise(path).imports:
-        if source is None:
-            imported |= set(names)
-        else:
-            parents = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-            prefix = parents[: len(parents) + 1 - level] if level else []
-            absolute = ".".join([*prefix, *filter(None, [source])])
-            imported |= {_find_module(absolute, name) for name in names}
-    depth = module.count(".") + (path.name == "__init__.py")
-    folder = path.parents[depth]  # of the plugin, for modules of other packages than kairos
-    with_packages = {".".join(parts[:count]) for parts in map(_split, imported) for count in range(1, len(parts) + 1)}
-    followed = imported if module.partition(".")[0] in PACKAGES else with_packages
-    return frozenset(name for name in followed if _is_followed(name, folder))
+    for source, level, names in _summarise(path)[1]:
+        absolute = ".".join([*(parents[: len(parents) + 1 - level] if level else []), *filter(None, [source])])
+        imported |= {_find_module(absolute, name) for name in names}
+    if module.partition(".")[0] not in PACKAGES:  # packages beside a plugin run their __init__.py, too
+        imported |= {name[:position] for name in imported for position, sign in enumerate(name) if sign == "."}
+    folder = path.parents[len(parents)]  # of the plugin, for modules of other packages than kairos
+    return frozenset(name for name in imported if _is_followed(name, folder))
 
 
-def _split(module: str) -> list[str]:
-    return module.split(".")
-
-
-@functools.cache
 def _find_module(source: str, name: str) -> str:
-    """Return the module of ``from source import name``: ``source.name``, or the one from which `source` imports it."""
-    if find_file(f"{source}.{name}") is not None:
-        return f"{source}.{name}"
-    path = find_file(source) if source.partition(".")[0] in PACKAGES else None
-    if path is not None and path.name == "__init__.py":
-        for node in ast.walk(ast.parse(path.read_bytes())):  # with TYPE_CHECKING, where lazy packages list their names
-            is_import = isinstance(node, ast.ImportFrom) and node.level == 0 and node.module != source
-            if is_import and name in {alias.asname or alias.name for alias in node.names}:  # type: ignore[attr-defined]
-                return _find_module(str(node.module), name)  # type: ignore[attr-defined]
+    """Return the module of ``from source import name``: ``source.name``, or the module that defines the name."""
+    module = ".".join(filter(None, [source, name]))
+    if not source or find_file(module) is not None:
+        return module
+    if source in PACKAGES:  # imports its names when they are used
+        return getattr(getattr(importlib.import_module(source), name, None), "__module__", source)
     return source
 
 
