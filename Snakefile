@@ -9,10 +9,10 @@ from kairos.workflow.rules import processes_per_node, scaled_by_attempt, trainin
 min_version("9.19")
 
 layout = controller.open_layout(workflow, config)
-# Inputs of the rules: `layout.rerun_if_invalid` is empty if all results of the job are valid; else it is a file newer than
-# every output, so that Snakemake runs the job. `layout.records` are records of results, ancient while these are valid.
-# Outputs are records; `update` keeps the earlier one, with which the job compares its inputs. Of the params, `config` is
-# the frozen experiment, and `key` the hash of settings and code, by which a controller recognises a job.
+# Inputs of a rule are the records of the results that its stage needs (table: `kairos.stages`), ancient while these are
+# valid. If a result of the job is not valid, a file that is newer than every output is an input too, so that Snakemake runs
+# the job. Outputs are records; `update` keeps the earlier one, with which the job compares its inputs. Of the params,
+# `config` is the frozen experiment, and `key` the hash of settings and code, by which a controller recognises a job.
 RESULTS = layout.results
 TRAINING = layout.training_folder("{method}", "{seed}")
 
@@ -36,23 +36,12 @@ rule all:
     input:
         f"{RESULTS}/report.html",
         f"{RESULTS}/summary.csv",
-        layout.records(*layout.report_inputs()),  # to compute a file again that was deleted while the report exists
-        f"{RESULTS}/tracking.json" if layout.experiment.tracking.enabled else [],
+        layout.records(*layout.list_targets()),
 
 
-include: "workflow/rules/prepare.smk"
-include: "workflow/rules/shared.smk"
-include: "workflow/rules/encode.smk"
-include: "workflow/rules/train.smk"
-include: "workflow/rules/sample.smk"
-include: "workflow/rules/evaluate.smk"
-include: "workflow/rules/analyse.smk"
-include: "workflow/rules/report.smk"
+for name in layout.rule_files:
 
-
-if layout.experiment.tracking.enabled:
-
-    include: "workflow/rules/track.smk"
+    include: f"workflow/rules/{name}.smk"
 
 
 onstart:

@@ -19,6 +19,7 @@ from kairos.evaluation.metrics import Comparison, RealStatistics
 from kairos.evaluation.settings import METRICS
 from kairos.report.build import summary_csv
 from kairos.report.collect import collect
+from kairos.validity import Validity
 from kairos.workflow.layout import Layout
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
@@ -61,11 +62,12 @@ def declared_files() -> set[str]:
     """Return the files that the workflow declares for an experiment with analyses."""
     experiment = load(ROOT / "experiments/analyses/linear.yaml")
     layout = Layout(experiment, Path("frozen.yaml"))
-    files = layout.report_inputs()
+    files = layout.input_paths("report")
+    measurements = Validity(experiment, layout.results)
     for analysis in layout.analyses:
-        files += [
-            file.replace(".csv", suffix) for file in layout.measurement_files(analysis) for suffix in (".csv", ".json")
-        ]
+        for result in measurements.list_results(f"measure_{analysis}"):
+            record = measurements.path(result)
+            files += [record.as_posix(), record.with_suffix(".csv").as_posix()]
     return {file.removeprefix(f"{layout.results}/") for file in files}
 
 

@@ -1,23 +1,14 @@
-"""Table of stages: the fields, the code and the earlier stages that decide the results of each stage.
+"""Table of stages: what decides the results of each stage, and which command computes them.
 
-`select_fields` returns the fields, and `hash_stage_code` hashes the code. The inputs in ``workflow/rules`` list the
-files of earlier stages.
+The command line, the workflow, `kairos plan`, `kairos status`, `kairos new`, the report and the recording loop over it.
+A new stage is a row here, a rule file ``workflow/rules/STAGE.smk`` and a module. `kairos.stage_keys` selects the fields
+of a stage and hashes its code. This module imports nothing of kairos, because every command imports it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from kairos.code_hash import hash_code
-from kairos.library_components import LibraryComponent
-
-if TYPE_CHECKING:
-    from kairos.components import ComponentOptions
-    from kairos_timesteps.registry import Registry
-
-Sections = Mapping[str, Any]  # sections of an experiment by name, see `list_sections`
-Fields = dict[str, Any]  # fields of an experiment as JSON values
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -26,7 +17,10 @@ class Stage:
 
     Attributes:
         name: name of the stage, of its rule and of its command.
-        needs: stages whose results it reads; the inputs of its rule list their files.
+        command: module of the stage's command, with functions ``add_arguments(name, parser)`` and ``run(arguments)``;
+            empty: a stage that another stage's command computes.
+        description: what the command does, in one line.
+        needs: stages whose results it reads. Stages that the experiment lacks are ignored.
         fields: sections and fields of the experiment that its results depend on. ``method`` stands for sampler,
             weighting and coupling of a method, ``analysis`` for the options of an analysis.
         no_effect: parts of these fields that change no result of the stage, with the reason.
@@ -35,9 +29,15 @@ class Stage:
         record: path of the result's record in the folder of results, with the names of method, seed and snapshot.
         content: fields of the record that describe the result, such as the hashes of its files.
         of_run: True if every snapshot of a training run has results of its own; False: one result for the experiment.
+        computes_on: ``gpu`` or ``cpu``, where PyTorch computes the results; empty: without PyTorch.
+        of_analysis: True if every analysis of the experiment has a stage of its own.
+        section: section of the experiment without which the stage is left out, see `list_stages`.
+        is_summary: True if the results contain clock times, so that they differ between equal runs.
     """
 
     name: str
+    command: str = ""
+    description: str = ""
     needs: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     no_effect: Mapping[str, str] = field(default_factory=dict)
@@ -46,6 +46,10 @@ class Stage:
     record: str = ""
     content: tuple[str, ...] = ("files",)
     of_run: bool = False
+    of_analysis: bool = False
+    computes_on: Literal["", "cpu", "gpu"] = ""
+    section: str = ""
+    is_summary: bool = False
 
 
 RUN_FOLDER = "methods/{method}/seed{seed}"  # folder of a training run below a folder of results
@@ -55,6 +59,8 @@ NETWORK = ("model", "diffusion.process")
 STAGES = (
     Stage(
         "prepare",
+        command="kairos.cli.data",
+        description="convert a data set to the format of the pipeline",
         fields=("dataset",),
         no_effect={
             "dataset.flips": "stages autoencoder and encode flip the images",
@@ -66,6 +72,8 @@ STAGES = (
     ),
     Stage(
         "autoencoder",
+        command="kairos.cli.data",
+        description="train or fetch the autoencoder",
         needs=("prepare",),
         fields=("autoencoder", "dataset.flips", *COMPUTING),
         no_effect={
@@ -74,18 +82,25 @@ STAGES = (
         },
         code=("kairos.autoencoders.train_or_load", "kairos.compute"),
         record="autoencoder/record.json",
+        computes_on="gpu",
         content=("sha256", "scaling_factor", "shift_factor"),
     ),
     Stage(
         "text",
+        command="kairos.cli.data",
+        description="encode the captions of a data set",
         needs=("prepare",),
         fields=("text_encoder", *COMPUTING),
         code=("kairos.text_encoders.encode_captions", "kairos.compute"),
         record="text/record.json",
+        section="text_encoder",
+        computes_on="gpu",
         content=("content_sha256",),
     ),
     ENCODE := Stage(
         "encode",
+        command="kairos.cli.data",
+        description="encode a data set into latent moments",
         needs=("prepare", "autoencoder", "text"),
         fields=(
             "dataset.flips",
@@ -96,19 +111,25 @@ STAGES = (
         ),
         code=("kairos.autoencoders.encode", "kairos.compute"),
         record="latents/record.json",
+        computes_on="gpu",
         content=("content_sha256",),
     ),
     EXTRACTOR := Stage(
         "extractor",
+        command="kairos.cli.evaluate",
+        description="train or fetch the feature extractor",
         needs=("prepare",),
         fields=("evaluation.extractor", *COMPUTING),
         code=("kairos.evaluation.extractors",),
         components=("evaluation.extractor",),
         record="extractor/record.json",
+        computes_on="cpu",
         content=("name", "metric", "sha256", "check"),
     ),
     REFERENCE := Stage(
         "reference",
+        command="kairos.cli.evaluate",
+        description="compute statistics of real images and the reference rows",
         needs=("prepare", "autoencoder", "encode", "extractor"),
         fields=("evaluation", *COMPUTING),
         no_effect={
@@ -118,6 +139,7 @@ STAGES = (
         code=("kairos.evaluation.reference",),
         components=("evaluation.extractor", "evaluation.possible_image_metrics"),
         record="reference/record.json",
+        computes_on="gpu",
         content=(
             *("files", "rows", "extractor_hash", "reference", "metrics", "num_samples", "sets", "eval_seed"),
             *("precision", "validation"),
@@ -125,6 +147,8 @@ STAGES = (
     ),
     TRAIN := Stage(
         "train",
+        command="kairos.cli.train",
+        description="train one method with one seed",
         needs=("encode",),
         fields=("model", "diffusion", "method", "training"),
         no_effect={
@@ -150,10 +174,13 @@ STAGES = (
             "training.probes",
         ),
         record=f"{RUN_FOLDER}/snapshots/{{snapshot}}/snapshot.json",
+        computes_on="gpu",
         of_run=True,
     ),
     Stage(
         "sample",
+        command="kairos.cli.sample",
+        description="generate images from snapshots",
         needs=("train", "autoencoder", "encode"),
         fields=("sampling", "evaluation.num_samples", "evaluation.sets", *COMPUTING),
         no_effect={
@@ -163,55 +190,76 @@ STAGES = (
         code=("kairos.sampling.sample",),
         components=(*NETWORK, "sampling.scheduler"),
         record=f"{RUN_FOLDER}/samples/{{snapshot}}.json",
+        computes_on="gpu",
         of_run=True,
     ),
     Stage(
         "evaluate",
-        needs=(
-            "train",
-            "sample",
-            "encode",
-            "extractor",
-            "reference",
-        ),  # reference/record.json fixes metrics, threads and seeds
+        command="kairos.cli.evaluate",
+        description="compare samples with real images",
+        needs=("train", "sample", "encode", "extractor", "reference"),  # the reference fixes metrics, threads, seeds
         code=("kairos.evaluation.evaluate",),
         components=(*NETWORK, "evaluation.extractor", "evaluation.possible_metrics"),
         record=f"{RUN_FOLDER}/evaluation/{{snapshot}}.json",
+        computes_on="gpu",
         content=("metrics", "validation"),
         of_run=True,
     ),
-)
-MEASURE = Stage(  # of an analysis that measures snapshots
-    "measure",
-    needs=("train", "encode"),
-    fields=("analysis", *COMPUTING),
-    no_effect={
-        "analysis.methods": "a measurement is of one method",
-        "analysis.milestones": "a measurement is of one snapshot",
-    },
-    code=("kairos.analyses.tables",),
-    components=(*NETWORK, "analysis"),
-    record=f"{RUN_FOLDER}/analyses/{{analysis}}.{{snapshot}}.json",
-    of_run=True,
-)
-ANALYSE = Stage(  # of an analysis; `list_stages` sets what it needs
-    "analyse",
-    fields=("analysis", "methods"),
-    code=("kairos.report.analysis_figures",),
-    components=("analysis",),
-    record="analyses/{analysis}.json",
-)
-SUMMARIES = (
+    MEASURE := Stage(
+        "measure",
+        needs=("train", "encode"),
+        fields=("analysis", *COMPUTING),
+        no_effect={
+            "analysis.methods": "a measurement is of one method",
+            "analysis.milestones": "a measurement is of one snapshot",
+        },
+        code=("kairos.analyses.tables",),
+        components=(*NETWORK, "analysis"),
+        record=f"{RUN_FOLDER}/analyses/{{analysis}}.{{snapshot}}.json",
+        of_run=True,
+        of_analysis=True,
+        computes_on="gpu",
+    ),
+    Stage(
+        "analyse",
+        command="kairos.cli.analyse",
+        description="write table and figure of an analysis, or measure one snapshot",
+        needs=("measure", "train", "evaluate"),  # one of these, see `_READ_BY_ANALYSIS`
+        fields=("analysis", "methods"),
+        code=("kairos.report.analysis_figures",),
+        components=("analysis",),
+        record="analyses/{analysis}.json",
+        of_analysis=True,
+        computes_on="cpu",
+    ),
     Stage(
         "report",
-        needs=("prepare", "autoencoder", "extractor", "reference", "train", "sample", "evaluate"),
+        command="kairos.cli.report",
+        description="write table, figures and report of an experiment",
+        needs=("prepare", "autoencoder", "extractor", "reference", "train", "sample", "evaluate", "analyse"),
         fields=("*",),  # all sections
         no_effect={"tracking": "stage track imports the results", "plugins": "in the code of the methods"},
         code=("kairos.report.build",),
         record="report.json",
+        is_summary=True,
     ),
-    Stage("track", needs=("report",), fields=("tracking",), code=("kairos.tracking.track",), record="tracking.json"),
+    Stage(
+        "track",
+        command="kairos.cli.report",
+        description="import an experiment's results into MLflow",
+        needs=("report",),
+        fields=("tracking",),
+        code=("kairos.tracking.track",),
+        record="tracking.json",
+        section="tracking",
+        is_summary=True,
+    ),
 )
+_READ_BY_ANALYSIS = {  # by its `reads`
+    "snapshot": "measure",
+    "strategies": "train",
+    "evaluations": "evaluate",
+}  # by `reads` of an analysis
 
 RUN_FOLDERS = "methods/*/seed*"  # pattern of the folders of training runs below a folder of results
 
@@ -233,6 +281,7 @@ LEFT_OUT = {  # modules whose code changes no result, with the reason
     "kairos.section": "reads options; their values are fields",
     "kairos.shapes": "annotations",
     "kairos.slurm": "queries SLURM",
+    "kairos.stage_keys": "hashes fields and code",
     "kairos.stages": "this table",
     "kairos.training.checkpoint": "stores a state, which is compared with its hash",
     "kairos.training.job": "ends a run early; it resumes exactly",
@@ -251,134 +300,35 @@ LEFT_OUT = {  # modules whose code changes no result, with the reason
 
 
 def list_stages(experiment: Any) -> dict[str, Stage]:
-    """Return the stages of an `Experiment` by name, in their order.
+    """Return the stages of an `Experiment` by name, in their order, with the needed stages that it has.
 
-    Stage ``text`` is left out if no captions are encoded. An analysis NAME has stage ``analyse_NAME`` and, if it
-    measures snapshots, ``measure_NAME``. Stage ``track`` is left out if tracking is off.
+    A stage is left out if its section is null or not enabled. Instead of ``analyse``, each analysis NAME has a stage
+    ``analyse_NAME`` and, if it measures snapshots, ``measure_NAME``.
     """
-    stages = {stage.name: stage for stage in STAGES}
-    if not experiment.text_encoder:
-        del stages["text"]
-        stages["encode"] = replace(stages["encode"], needs=("prepare", "autoencoder"))
-    for analysis in experiment.analyses:
-        needs = {"snapshot": (f"measure_{analysis.name}",), "strategies": ("train",), "evaluations": ("evaluate",)}
-        analyse = replace(ANALYSE, needs=needs.get(analysis.reads, ()))
-        for row in (MEASURE, analyse) if analysis.reads == "snapshot" else (analyse,):
-            name = f"{row.name}_{analysis.name}"
-            record = row.record.replace("{analysis}", analysis.name)
-            stages[name] = replace(row, name=name, record=record)
-    report, track = SUMMARIES
-    analyses = (f"analyse_{analysis.name}" for analysis in experiment.analyses)
-    stages["report"] = replace(report, needs=(*report.needs, *analyses))
-    if experiment.tracking.enabled:
-        stages["track"] = track
+    stages: dict[str, Stage] = {}
+    for row in STAGES:
+        section = getattr(experiment, row.section) if row.section else True
+        if row.of_analysis:
+            for analysis in experiment.analyses:
+                if row is not MEASURE or analysis.reads == "snapshot":
+                    stages[f"{row.name}_{analysis.name}"] = _row_of_analysis(row, analysis)
+        elif section and getattr(section, "enabled", True):
+            stages[row.name] = row
+    for name, row in stages.items():
+        analyses = [other for other in stages if other.startswith("analyse_")] if "analyse" in row.needs else []
+        stages[name] = replace(row, needs=(*(need for need in row.needs if need in stages), *analyses))
     return stages
+
+
+def _row_of_analysis(row: Stage, analysis: Any) -> Stage:
+    needs = row.needs
+    if row is not MEASURE:
+        read = _READ_BY_ANALYSIS.get(analysis.reads, "")
+        needs = (f"measure_{analysis.name}",) if read == MEASURE.name else (read,)
+    record = row.record.replace("{analysis}", analysis.name)
+    return replace(row, name=f"{row.name}_{analysis.name}", record=record, needs=needs)
 
 
 def run_folder(results: Path | str, method: str, seed: int | str) -> Path:
     """Return the folder of a training run below a folder of results."""
     return Path(results, RUN_FOLDER.format(method=method, seed=seed))
-
-
-def list_sections(experiment: Any, stage: Stage, method: str | None = None) -> Sections:
-    """Return the sections of an experiment by name, and ``method`` and ``analysis`` of a job of the stage.
-
-    Args:
-        experiment: the resolved experiment, an `Experiment`.
-        stage: the stage.
-        method: name of the job's method; None: the stage is not `of_run`, or its fields do not depend on the method.
-    """
-    sections = {name: getattr(experiment, name) for name in type(experiment).model_fields}
-    if method is not None:
-        sections["method"] = experiment.methods[method]
-    for analysis in experiment.analyses:
-        if stage.name in (f"measure_{analysis.name}", f"analyse_{analysis.name}"):
-            sections["analysis"] = analysis
-    return sections
-
-
-def select_fields(stage: Stage, sections: Sections) -> Fields:
-    """Return the fields that the results of a stage depend on, nested as in the experiment, with JSON values."""
-    names = [name for name in sections if name != "method"] if stage.fields == ("*",) else stage.fields
-    no_effect = set(stage.no_effect)
-    if stage.name == "train" and sections["method"].coupling.facts.get("by_rank"):
-        no_effect.discard("training.processes")  # each process couples its slice of the batch
-    fields: Fields = {}
-    for name in names:
-        section, _, entry = name.partition(".")
-        if name in no_effect:
-            continue
-        value = _dump(sections[section])
-        if entry:
-            fields.setdefault(section, {})[entry] = value[entry]
-        elif isinstance(value, dict):
-            fields[section] = {key: item for key, item in value.items() if f"{section}.{key}" not in no_effect}
-        else:
-            fields[section] = value
-    if "schedule" in fields.get("training", {}):
-        fields["training"]["schedule"] = resolve_schedule(_dump(sections["training"]))
-    return fields
-
-
-def resolve_schedule(training: Fields) -> Fields:
-    """Return the schedule of section `training`; one that ends at the last milestone gets this length.
-
-    The milestone is as the experiment file states it, so ``10 epochs`` differs from the equal number of steps.
-    """
-    schedule: Fields = training["schedule"]
-    is_open = "length" in schedule and schedule["length"] is None
-    return {**schedule, "length": training["milestones"][-1]} if is_open else schedule
-
-
-def _dump(value: Any) -> Any:
-    """Return sections and components, also in lists and dictionaries, as JSON values."""
-    if isinstance(value, LibraryComponent):
-        return value.plain()
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    if isinstance(value, dict):
-        return {name: _dump(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_dump(item) for item in value]
-    return value
-
-
-def hash_stage_code(stage: Stage, sections: Sections) -> str:
-    """Return the hash of the code that computes the results of a stage."""
-    return hash_modules(list_modules(stage, sections))
-
-
-def hash_modules(modules: Iterable[str]) -> str:
-    """Return the hash of the code of modules, given by dotted names, and of all that they import except `LEFT_OUT`."""
-    return hash_code(modules, frozenset(LEFT_OUT))
-
-
-def list_modules(stage: Stage, sections: Sections) -> list[str]:
-    """Return the modules that a stage's code starts from: those of its row and of the components in use."""
-    modules = set(stage.code)
-    for name in stage.components:
-        section, *attributes = name.split(".")
-        selected = sections[section]
-        for attribute in attributes:
-            selected = getattr(selected, attribute)
-        for component in selected if isinstance(selected, list | tuple) else [selected]:
-            modules |= modules_of(component)
-    return sorted(modules)
-
-
-def modules_of(component: "ComponentOptions | type[ComponentOptions] | LibraryComponent") -> set[str]:
-    """Return the modules of a component, and of the components that its options name, such as those of a mixture."""
-    if isinstance(component, LibraryComponent):
-        return _library_modules(component.registry, component.plain())
-    return {component.module()}
-
-
-def _library_modules(registry: "Registry", component: dict[str, Any]) -> set[str]:
-    entry = registry.entry(component["name"])
-    modules = {entry.module}
-    for option in entry.component.options.values():
-        if option.component:
-            value = component.get(option.public_name, option.default)
-            for choice in value if isinstance(value, list) else [value]:  # a name, or a dictionary of name and options
-                modules |= _library_modules(registry, {"name": choice} if isinstance(choice, str) else choice)
-    return modules

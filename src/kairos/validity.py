@@ -32,18 +32,8 @@ from typing import Any
 from kairos.files import RecordReader, glance, read_record, sha256_json, write_json, write_record
 from kairos.outside_files import hash_contents
 from kairos.snapshots import hash_start_weights, step_name
-from kairos.stages import (
-    ENCODE,
-    EXTRACTOR,
-    TRAIN,
-    Sections,
-    Stage,
-    hash_stage_code,
-    list_sections,
-    list_stages,
-    run_folder,
-    select_fields,
-)
+from kairos.stage_keys import Sections, hash_stage_code, list_sections, select_fields
+from kairos.stages import ENCODE, EXTRACTOR, TRAIN, Stage, list_stages, run_folder
 from kairos_timesteps.errors import ConfigError, KairosError
 
 Record = dict[str, Any]

@@ -5,17 +5,16 @@
 
 for name in layout.analyses:
 
-    if layout.measurement_files(name):
+    if f"measure_{name}" in layout.stages:
 
         rule:
             name:
                 f"measure_{name}"
             input:
-                layout.rerun_if_invalid(f"measure_{name}"),
-                layout.records(f"{TRAINING}/snapshots/{{step}}/snapshot.json"),
-                layout.records(f"{RESULTS}/latents/record.json"),
+                layout.inputs(f"measure_{name}"),
             output:
-                update([f"{TRAINING}/analyses/{name}.{{step}}.{suffix}" for suffix in ("csv", "json")]),
+                update(layout.outputs(f"measure_{name}")),
+                update(f"{TRAINING}/analyses/{name}.{{step}}.csv"),
             log:
                 f"{RESULTS}/logs/measure_{name}_{{method}}_seed{{seed}}_{{step}}.log",
             wildcard_constraints:
@@ -27,7 +26,7 @@ for name in layout.analyses:
             resources:
                 mem_mb=scaled_by_attempt(6000),
                 runtime=scaled_by_attempt(240),
-                gpu=layout.gpus_per_job,
+                gpu=layout.gpus(f"measure_{name}"),
             params:
                 **layout.params(f"measure_{name}"),
                 name=name,
@@ -39,10 +38,10 @@ for name in layout.analyses:
         name:
             f"analyse_{name}"
         input:
-            layout.rerun_if_invalid(f"analyse_{name}"),
-            layout.records(*layout.analysis_inputs(name)),
+            layout.inputs(f"analyse_{name}"),
         output:
-            update([f"{RESULTS}/analyses/{name}.{suffix}" for suffix in ("csv", "json")]),
+            update(layout.outputs(f"analyse_{name}")),
+            update(f"{RESULTS}/analyses/{name}.csv"),
             report(update(f"{RESULTS}/analyses/{name}.png"), category="Analyses"),
         log:
             f"{RESULTS}/logs/analyse_{name}.log",

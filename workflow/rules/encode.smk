@@ -1,14 +1,12 @@
 # Latent moments of every image; in pixel space only a record that points to the data set. With autoencoder.shards the
 # rule encode_shards computes each shard in one job, and the rule encode merges the shards.
 
-ENCODE_INPUTS = [f"{RESULTS}/{folder}/record.json" for folder in ("dataset", "autoencoder", *layout.text_stages)]
-
 
 if layout.shards("encode"):
 
     rule encode_shards:
         input:
-            ENCODE_INPUTS,  # their age counts: a shard may be of earlier ones
+            layout.input_paths("encode"),  # their age counts: a shard may be of earlier ones
         output:
             temp(directory(layout.shard_path("encode", "{shard}"))),
         log:
@@ -20,7 +18,7 @@ if layout.shards("encode"):
         resources:
             mem_mb=scaled_by_attempt(6000),
             runtime=scaled_by_attempt(240),
-            gpu=CODING_GPUS,
+            gpu=layout.gpus("encode", is_shard=True),
         params:
             **layout.params("encode"),
         shell:
@@ -29,11 +27,10 @@ if layout.shards("encode"):
 
 rule encode:
     input:
-        layout.rerun_if_invalid("encode"),
-        layout.records(*ENCODE_INPUTS),
+        layout.inputs("encode"),
         shards=[layout.shard_path("encode", shard) for shard in layout.shards("encode")],
     output:
-        update(f"{RESULTS}/latents/record.json"),
+        update(layout.outputs("encode")),
     log:
         f"{RESULTS}/logs/encode.log",
     priority: layout.shared_priority
@@ -43,7 +40,7 @@ rule encode:
     resources:
         mem_mb=scaled_by_attempt(6000),
         runtime=scaled_by_attempt(240),
-        gpu=0 if layout.shards("encode") else CODING_GPUS,
+        gpu=layout.gpus("encode"),
     params:
         **layout.params("encode"),
     shell:

@@ -7,14 +7,9 @@ for segment in layout.segments:
         name:
             f"evaluate{segment.suffix}"
         input:
-            layout.rerun_if_invalid("evaluate", segment),
-            layout.records(*(f"{TRAINING}/samples/{step}.json" for step in segment.snapshots)),
-            layout.records(*(f"{TRAINING}/snapshots/{step}/snapshot.json" for step in segment.snapshots)),
-            layout.records(f"{RESULTS}/latents/record.json"),
-            layout.records(f"{RESULTS}/extractor/record.json"),
-            layout.records(f"{RESULTS}/reference/record.json"),
+            layout.inputs("evaluate", segment),
         output:
-            update([f"{TRAINING}/evaluation/{step}.json" for step in segment.snapshots]),
+            update(layout.outputs("evaluate", segment)),
         log:
             f"{RESULTS}/logs/evaluate_{{method}}_seed{{seed}}{segment.suffix}.log",
         priority: layout.priority("evaluate")
@@ -26,7 +21,7 @@ for segment in layout.segments:
         resources:
             mem_mb=scaled_by_attempt(6000),
             runtime=scaled_by_attempt(120),
-            gpu=layout.gpus_per_job,
+            gpu=layout.gpus("evaluate"),
         params:
             **layout.params("evaluate"),
             segment=segment.number,

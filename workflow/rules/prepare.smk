@@ -3,9 +3,9 @@
 
 rule prepare:
     input:
-        layout.rerun_if_invalid("prepare"),
+        layout.inputs("prepare"),
     output:
-        update(f"{RESULTS}/dataset/record.json"),
+        update(layout.outputs("prepare")),
     log:
         f"{RESULTS}/logs/prepare.log",
     priority: layout.shared_priority

@@ -3,10 +3,9 @@
 
 rule report:
     input:
-        layout.rerun_if_invalid("report"),
-        layout.records(*layout.report_inputs()),
+        layout.inputs("report"),
     output:
-        update(f"{RESULTS}/report.json"),
+        update(layout.outputs("report")),
         page=f"{RESULTS}/report.html",
         table=report(f"{RESULTS}/summary.csv", caption="../report/summary.rst", category="Table"),
         published=[f"{RESULTS}/published.csv"] if layout.experiment.published else [],

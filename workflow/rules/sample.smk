@@ -4,11 +4,6 @@
 
 
 for segment in layout.segments:
-    SAMPLE_INPUTS = [
-        *(f"{TRAINING}/snapshots/{step}/snapshot.json" for step in segment.snapshots),
-        f"{RESULTS}/autoencoder/record.json",
-        f"{RESULTS}/latents/record.json",
-    ]
 
     if layout.shards("sample"):
 
@@ -16,7 +11,7 @@ for segment in layout.segments:
             name:
                 f"sample_shards{segment.suffix}"
             input:
-                SAMPLE_INPUTS,  # their age counts: a shard may be of an earlier snapshot
+                layout.input_paths("sample", segment),  # their age counts: a shard may be of an earlier snapshot
             output:
                 images=[
                     temp(layout.shard_path("sample", "{shard}", "{method}", "{seed}", step))
@@ -31,7 +26,7 @@ for segment in layout.segments:
             resources:
                 mem_mb=scaled_by_attempt(6000),
                 runtime=scaled_by_attempt(240),
-                gpu=layout.gpus_per_job,
+                gpu=layout.gpus("sample"),
             params:
                 **layout.params("sample"),
                 segment=segment.number,
@@ -43,15 +38,14 @@ for segment in layout.segments:
         name:
             f"sample{segment.suffix}"
         input:
-            layout.rerun_if_invalid("sample", segment),
-            layout.records(*SAMPLE_INPUTS),
+            layout.inputs("sample", segment),
             shards=[
                 layout.shard_path("sample", shard, "{method}", "{seed}", step)
                 for step in segment.snapshots
                 for shard in layout.shards("sample")
             ],
         output:
-            update([f"{TRAINING}/samples/{step}.json" for step in segment.snapshots]),
+            update(layout.outputs("sample", segment)),
             report(
                 update([f"{TRAINING}/samples/{step}.png" for step in segment.snapshots]),
                 caption="../report/samples.rst",
@@ -69,7 +63,7 @@ for segment in layout.segments:
         resources:
             mem_mb=scaled_by_attempt(6000),
             runtime=scaled_by_attempt(240),
-            gpu=layout.gpus_per_job,
+            gpu=layout.gpus("sample"),
         params:
             **layout.params("sample"),
             segment=segment.number,

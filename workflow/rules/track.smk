@@ -7,10 +7,9 @@ localrules:
 
 rule track:
     input:
-        layout.rerun_if_invalid("track"),
-        layout.records(f"{RESULTS}/report.json"),
+        layout.inputs("track"),
     output:
-        update(f"{RESULTS}/tracking.json"),
+        update(layout.outputs("track")),
     log:
         f"{RESULTS}/logs/track.log",
     conda:

@@ -9,13 +9,9 @@ for segment in layout.segments:
         name:
             f"train{segment.suffix}"
         input:
-            layout.rerun_if_invalid("train", segment),
-            latents=layout.records(f"{RESULTS}/latents/record.json"),
-            previous_snapshot=layout.records(
-                *(f"{TRAINING}/snapshots/{step}/snapshot.json" for step in segment.previous)
-            ),
+            layout.inputs("train", segment),
         output:
-            update([f"{TRAINING}/snapshots/{step}/snapshot.json" for step in segment.snapshots]),
+            update(layout.outputs("train", segment)),
             update([f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl")] if segment.is_last else []),
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.suffix}.log",

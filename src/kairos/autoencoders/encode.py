@@ -22,7 +22,7 @@ from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_ar
 from kairos.files import check_files, lock_folder, open_record, sha256_json, sync_to_disk, write_record
 from kairos.shapes import EncodedImages, Images
 from kairos.shards import AGAIN, Shard, order_shards
-from kairos.stages import hash_modules
+from kairos.stage_keys import hash_modules
 from kairos_timesteps.errors import ConfigError, KairosError
 
 # files of arrays that the stage may write: moments of the images and of the flipped images

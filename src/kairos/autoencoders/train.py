@@ -19,7 +19,7 @@ from kairos.finite import demand_finite
 from kairos.progress import ProgressBar, log
 from kairos.quick_imports import without_pipeline_packages
 from kairos.shapes import Images
-from kairos.stages import hash_modules
+from kairos.stage_keys import hash_modules
 from kairos_timesteps.errors import DivergedError, KairosError
 from kairos_timesteps.optimizers import Adam
 from kairos_timesteps.randomness import Stream, derived_seed

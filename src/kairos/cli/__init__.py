@@ -15,22 +15,12 @@ import os
 import sys
 from typing import TextIO
 
+from kairos.stages import STAGES
+
 # name: (module, help in one line); the module has add_arguments(name, parser) and run(arguments)
-COMMANDS = {
-    "prepare": ("kairos.cli.data", "convert a data set to the format of the pipeline"),
-    "autoencoder": ("kairos.cli.data", "train or fetch the autoencoder"),
-    "text": ("kairos.cli.data", "encode the captions of a data set"),
-    "encode": ("kairos.cli.data", "encode a data set into latent moments"),
-    "train": ("kairos.cli.train", "train one method with one seed"),
+COMMANDS = {row.name: (row.command, row.description) for row in STAGES if row.command} | {
     "import-weights": ("kairos.cli.import_weights", "import published weights as a snapshot"),
-    "sample": ("kairos.cli.sample", "generate images from snapshots"),
-    "extractor": ("kairos.cli.evaluate", "train or fetch the feature extractor"),
-    "reference": ("kairos.cli.evaluate", "compute statistics of real images and the reference rows"),
-    "evaluate": ("kairos.cli.evaluate", "compare samples with real images"),
-    "analyse": ("kairos.cli.analyse", "write table and figure of an analysis, or measure one snapshot"),
-    "report": ("kairos.cli.report", "write table, figures and report of an experiment"),
     "compare": ("kairos.cli.compare", "compare experiments and methods in one table"),
-    "track": ("kairos.cli.report", "import an experiment's results into MLflow"),
     "ui": ("kairos.cli.ui", "open MLflow's pages at a prepared comparison of the imported runs"),
     "export": ("kairos.cli.export", "export results to TensorBoard, Weights & Biases or the Hugging Face hub"),
     "verify": ("kairos.cli.verify", "check results for damage; print the hash of each component of a training run"),

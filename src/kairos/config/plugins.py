@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kairos import quick_imports
 from kairos.code_hash import PACKAGES, find_file, list_files, set_source
 from kairos.files import read_json
-from kairos.stages import hash_modules, modules_of
+from kairos.stage_keys import hash_modules, modules_of
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import ConfigError, KairosError
 

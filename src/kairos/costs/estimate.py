@@ -13,8 +13,8 @@ from kairos.costs.network import NetworkCost, count_network_cost
 from kairos.costs.step_rate import StepRate
 from kairos.costs.storage import estimate_memory, estimate_storage
 from kairos.forward_process import build_process, output_channels
+from kairos.stages import TRAIN
 from kairos.workflow.layout import Layout
-from kairos.workflow.rules import gpus_per_job
 from kairos_timesteps.base import Cost
 
 
@@ -248,25 +248,18 @@ def _count_jobs(layout: Layout) -> list[StageJobs]:
     between two jobs. Evaluations run in the queued jobs of sampling. Reports, tracking and analyses run outside the
     queue. These stages have no queued jobs. Merging shards and latents in pixel space need no GPU.
     """
-    experiment = layout.experiment
-    training = experiment.training
-    job_counts = layout.count_jobs()  # by stage
-    gpus = gpus_per_job(experiment)
-
-    # jobs in the queue, by stage: one for each job of Snakemake, with these exceptions
+    training = layout.experiment.training
     jobs_per_segment = math.ceil(len(layout.trainings) / training.trainings_per_gpu)  # runs on a GPU share a job
-    training_jobs = len(layout.segments) * jobs_per_segment
-    queued_jobs = {**job_counts, "train": training_jobs, "evaluate": 0, "report": 0, "track": 0}
-    queued_jobs |= {stage: 0 for stage in job_counts if stage.startswith("analyse_")}
-
-    # GPUs of a job, by stage; stages that are not listed use none
-    gpus_of_latents = gpus if experiment.autoencoder.kind != "none" else 0
-    gpus_of_stage = dict.fromkeys(("text", "sample", "sample_shards", "reference"), gpus)
-    gpus_of_stage |= dict.fromkeys(("autoencoder", "encode_shards"), gpus_of_latents)
-    gpus_of_stage["encode"] = 0 if layout.shards("encode") else gpus_of_latents  # merging shards needs no GPU
-    gpus_of_stage["train"] = gpus * training.processes
-    gpus_of_stage |= {stage: gpus for stage in job_counts if stage.startswith("measure_")}
-    return [
-        StageJobs(stage, jobs=count, queued_jobs=queued_jobs[stage], gpus=gpus_of_stage.get(stage, 0))
-        for stage, count in job_counts.items()
-    ]
+    jobs = []
+    for rule, count in layout.count_jobs().items():
+        row = layout.stages[rule.removesuffix("_shards")]
+        gpus = layout.gpus(row.name, is_shard=rule != row.name)
+        queued_count = count
+        if row.name == TRAIN.name:
+            queued_count, gpus = len(layout.segments) * jobs_per_segment, gpus * training.processes
+        elif row.name == "evaluate":
+            queued_count, gpus = 0, 0
+        elif row.is_summary or (row.of_analysis and not row.of_run):
+            queued_count = 0
+        jobs.append(StageJobs(rule, jobs=count, queued_jobs=queued_count, gpus=gpus))
+    return jobs

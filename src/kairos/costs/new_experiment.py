@@ -30,6 +30,7 @@ from kairos.evaluation.separation import ENOUGH_IMAGES
 from kairos.files import read_entries, read_json
 from kairos.progress import duration, log
 from kairos.report.formatting import format_count, load_template
+from kairos.stages import STAGES, TRAIN, list_stages
 from kairos_timesteps.errors import KairosError, demand
 
 FEWEST_IMAGES = 40
@@ -40,7 +41,7 @@ _SHORT_RUN = {"steps": 120, "images": 2000, "autoencoder": 100, "extractor": 60}
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")  # surrogates, by which Python represents bytes of a path that are not UTF-8
 # line ends, and characters that YAML rejects
 _NOT_IN_COMMENT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
-_STAGES_PER_RUN = ("sample", "evaluate")  # stages with a job for each training run
+_STAGES = {row.name: row for row in STAGES}
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
         seconds = time.monotonic() - begin
         results = Path(folder, "results", experiment.experiment)
         for stage, factor in factors.items():
-            stage_rounds = rounds if stage in _STAGES_PER_RUN else 1
+            stage_rounds = rounds if _STAGES[stage].of_run else 1
             seconds += (factor - 1) * _mean_job_seconds(results, stage) * stage_rounds
         seconds_per_step = rounds * _mean_step_seconds(results)  # seconds of a step of all methods
 
@@ -277,14 +278,15 @@ def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict
         factors[stage] = settings["steps"] / short_steps
         settings["steps"] = short_steps
 
-    # fewer images
+    # fewer images, and fewer snapshots of the methods: the short form has 2
     image_count = min(facts.image_count, _SHORT_RUN["images"])
-    factors |= dict.fromkeys(("prepare", "encode", "reference"), facts.image_count / image_count)
+    for row in list_stages(experiment).values():
+        if row.name not in (*factors, TRAIN.name) and not row.is_summary:
+            factors[row.name] = len(experiment.milestones) / 2 if row.of_run else facts.image_count / image_count
     # an absolute path: the run has another working directory
     plain["dataset"] |= {"path": str(Path(facts.folder).resolve()), "limit": image_count}
 
-    # fewer steps and snapshots of the methods
-    factors |= dict.fromkeys(_STAGES_PER_RUN, len(experiment.milestones) / 2)  # the short form has 2 snapshots
+    # fewer steps of the methods
     plain["training"] |= {"milestones": [_SHORT_RUN["steps"]], "checkpoint_every": _SHORT_RUN["steps"] // 2}
     plain["tracking"]["uri"] = "sqlite:///mlflow.db"
     return plain, factors
@@ -331,7 +333,7 @@ def _mean_job_seconds(results: Path, stage: str) -> float:
 
     The caller ensures that the stage has run.
     """
-    pattern = f"{stage}/*/*.json" if stage in _STAGES_PER_RUN else f"{stage}.json"
+    pattern = f"{stage}/*/*.json" if _STAGES[stage].of_run else f"{stage}.json"
     records = [read_json(file) for file in (results / "timing").glob(pattern)]
     return float(statistics.mean(record["wall_seconds"] - record["startup_wall_seconds"] for record in records))
 

@@ -46,7 +46,7 @@ from kairos.evaluation.settings import (
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_record
 from kairos.progress import ProgressBar, log
 from kairos.sampling.samples_file import open_samples
-from kairos.stages import hash_modules
+from kairos.stage_keys import hash_modules
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.randomness import Stream, derived_seed
 

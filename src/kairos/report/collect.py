@@ -25,7 +25,7 @@ from kairos.evaluation.settings import is_higher_better
 from kairos.files import glance, read_json, read_lines, read_record, read_times
 from kairos.report.formatting import format_machine, format_number, join_first_names
 from kairos.snapshots import step_name
-from kairos.stages import EXTRACTOR, REFERENCE, RUN_FOLDERS, run_folder
+from kairos.stages import EXTRACTOR, REFERENCE, RUN_FOLDERS, STAGES, run_folder
 from kairos.validity import Change, Result, Validity, format_changes
 from kairos_timesteps.errors import KairosError
 
@@ -743,11 +743,12 @@ def _read_job_records(folder: Path, experiment: Experiment, runs: list[RunResult
     # STAGE is a placeholder in the error message: a damaged record does not show its stage
     records = [_read(path, f"STAGE --timing {path}", read_json) for path in paths]
     identities = {(run.method, run.seed): run.record["identity"] for run in runs}
+    summaries = {row.name for row in STAGES if row.is_summary}
     jobs = []
     for record in records:
         expected_identity = identities.get((record.get("method"), record.get("seed")))
         is_of_another_run = "identity" in record and record["identity"] != expected_identity
-        if record["stage"] not in ("report", "track") and not is_of_another_run:
+        if record["stage"] not in summaries and not is_of_another_run:
             jobs.append(record)
     return tuple(jobs)
 

@@ -18,9 +18,8 @@ from kairos.report.plot_style import BAND, DPI, MethodStyle, assign_styles
 from kairos.report.ranking import build_curve, compare_methods, has_not_moved
 from kairos.report.shown_methods import select_shown_methods
 from kairos.sampling.settings import GUIDANCE, SOLVERS
+from kairos.stages import STAGES
 
-# stages in the order of the pipeline; the costs of report and tracking import are not read
-_STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
 _ROWS_SHOWN = 30  # rows shown of a longer table
 
 
@@ -206,8 +205,8 @@ def _sum_costs(jobs: tuple[Record, ...]) -> list[Any]:
         )
     )
     # stages in the order of the pipeline, then stages that are not listed, then the total
-    positions = {stage: position for position, stage in enumerate(_STAGES)}
-    unlisted_position = len(_STAGES)
+    positions = {row.name: position for position, row in enumerate(STAGES)}
+    unlisted_position = len(STAGES)
     positions["all"] = unlisted_position + 1
     costs = costs.sort_index(key=lambda stages: stages.map(positions).fillna(unlisted_position))
     return costs.reset_index().to_dict("records")

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from kairos.files import list_by_step
-from kairos.stages import STAGES, SUMMARIES
+from kairos.stages import STAGES
 from kairos.status.run_progress import Outline, read_last_lines
 from kairos.validity import Result, format_changes
 
@@ -81,7 +81,7 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
     A stage that all training runs share is complete if its record exists and is not outdated. `outputs` contains all
     training runs.
     """
-    rows = outline.validity.stages.values() if outline.validity else (*STAGES, *SUMMARIES)
+    rows = outline.validity.stages.values() if outline.validity else [row for row in STAGES if not row.of_analysis]
     shared = [row for row in rows if not row.of_run]
     existing = [row.name for row in shared if (outline.results / row.record).is_file()]
     missing = [row.name for row in shared if row.name not in existing]

@@ -18,7 +18,7 @@ from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_ar
 from kairos.files import lock_folder, sha256_file, sha256_json, sync_to_disk
 from kairos.finite import demand_finite
 from kairos.progress import log
-from kairos.stages import hash_modules
+from kairos.stage_keys import hash_modules
 from kairos.text_encoders.encoder import TextEncoder, load_encoder
 from kairos.text_encoders.settings import TextEncoderConfig
 from kairos_timesteps.errors import KairosError

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kairos.files import sha256_json
-from kairos.stages import TRAIN, select_fields
+from kairos.stage_keys import select_fields
+from kairos.stages import TRAIN
 
 if TYPE_CHECKING:
     from kairos.config import Experiment

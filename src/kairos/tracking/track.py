@@ -15,7 +15,7 @@ from kairos.config import Experiment
 from kairos.files import hash_folder, sha256_file, sha256_json, write_record
 from kairos.progress import ProgressBar, log
 from kairos.report.collect import Results, RunResults, collect
-from kairos.stages import hash_modules
+from kairos.stage_keys import hash_modules
 from kairos.tracking import mlflow_store, run_content, view
 
 # files of the report that the parent run gets as artifacts, with the folder of figures

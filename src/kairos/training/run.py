@@ -23,7 +23,8 @@ from kairos.finite import demand_finite
 from kairos.forward_process import scheduler_config
 from kairos.progress import ProgressBar, duration, log
 from kairos.snapshots import write_snapshot
-from kairos.stages import TRAIN, list_modules
+from kairos.stage_keys import list_modules
+from kairos.stages import TRAIN
 from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
 from kairos.training.job import CollectiveStop, ProgressFile, StoppedEarly, StopRequest

@@ -41,13 +41,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kairos import devices, portable, process_exit, resource_usage
+from kairos.stages import STAGES
 from kairos.training.launch import die_with_parent
 
-_STAGES_WITH_NETWORK = ("train", "sample", "evaluate", "analyse", "measure")
-FORKED_STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", *_STAGES_WITH_NETWORK))
+FORKED_STAGES = frozenset(
+    row.name for row in STAGES if row.computes_on
+)  # those with PyTorch, whose import takes seconds
 _SOCKET_VARIABLE = "KAIROS_PRELOADED"  # environment variable with the path of the server's socket
 # stages whose jobs import diffusers if the experiment has an autoencoder
-_AUTOENCODER_STAGES = frozenset(("autoencoder", "encode", "reference", "sample"))
+_AUTOENCODER_STAGES = frozenset(row.name for row in STAGES if "autoencoder" in (row.name, *row.needs)) & FORKED_STAGES
 # code of the server's process, to be formatted with the arguments of `serve`: listener, config, stages and folder
 _SERVER_CODE = (
     "from kairos import process_exit, quick_imports; process_exit.skip_teardown(); quick_imports.enable(); "
@@ -337,7 +339,8 @@ def _import_modules(config: str, stages: list[str]) -> None:
     process so far are written to ``timing/preload.json`` of the results folder. `config` is the experiment file.
     """
     from kairos.config import load
-    from kairos.stages import hash_stage_code, list_modules, list_sections, list_stages
+    from kairos.stage_keys import hash_stage_code, list_modules, list_sections
+    from kairos.stages import list_stages
 
     experiment = load(config)
     names = {"kairos.training.run", "kairos.staging", "kairos.tracking.live"}

@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kairos.analyses.settings import AnalysisOptions, analysed_snapshots, snapshot_table_path
+from kairos.analyses.settings import AnalysisOptions
 from kairos.config import Experiment, freeze, load
 from kairos.downloads import warn_of_missing
 from kairos.evaluation.settings import InceptionOptions
 from kairos.files import glance, write_json, write_text
-from kairos.stages import TRAIN, Stage, list_stages, run_folder
+from kairos.stages import ENCODE, STAGES, TRAIN, Stage, list_stages, run_folder
 from kairos.training.job import read_progress
 from kairos.validity import Result, Validity
 from kairos.workflow.rules import gpus_per_job
@@ -22,8 +22,6 @@ from kairos.workflow.snakemake_private import mark_ancient
 
 FROZEN_VARIABLE = "KAIROS_EXPERIMENT"  # environment variable with the path of the controller's frozen experiment
 _INCEPTION_THREADS = 8  # of a job that computes features
-_SHARED = ("prepare", "autoencoder", "text", "encode", "extractor", "reference")
-TRAINING_STAGES = ("train", "sample", "evaluate")  # stages with jobs for each training run
 OUTDATED = Path(".kairos/outdated")  # input of every job whose results are not valid, newer than all of its outputs
 _SHARDS_FOLDER = ".shards"  # for the outputs and timing files of jobs that compute a shard
 
@@ -112,11 +110,6 @@ class Layout:
         return segments
 
     @property
-    def gpus_per_job(self) -> int:
-        """Number of GPUs that a computing job requests from a scheduler: 0 or 1."""
-        return gpus_per_job(self.experiment)
-
-    @property
     def feature_threads(self) -> int:
         """Number of threads of a job that computes features: 8 for Inception, otherwise those of training.
 
@@ -133,14 +126,20 @@ class Layout:
         return list_stages(self.experiment)
 
     @property
-    def shared_stages(self) -> tuple[str, ...]:
-        """Names of the stages before training, whose results all training runs share, in order."""
-        return tuple(name for name in self.stages if name in _SHARED)
+    def rule_files(self) -> list[str]:
+        """Names of the files of rules without suffix, one for each stage; the rules of all analyses share a file."""
+        return [row.name for row in STAGES if row.command and (row.of_analysis or row.name in self.stages)]
 
-    @property
-    def text_stages(self) -> list[str]:
-        """``["text"]`` if the experiment encodes captions, else an empty list."""
-        return ["text"] if "text" in self.shared_stages else []
+    def gpus(self, stage: str, is_shard: bool = False) -> int:
+        """Return the number of GPUs that a job of a stage requests, 0 or 1; for training, that a process requests.
+
+        Merging shards of latents needs no GPU, and neither do the stages of the autoencoder in pixel space.
+        """
+        in_pixels = self.experiment.autoencoder.kind == "none" and stage in ("autoencoder", ENCODE.name)
+        merges = stage == ENCODE.name and bool(self.shards(stage)) and not is_shard
+        if self.stages[stage].computes_on != "gpu" or in_pixels or merges:
+            return 0
+        return gpus_per_job(self.experiment)
 
     def shards(self, stage: str) -> list[str]:
         """Return the names of the shards that a stage is split into, ``1of2`` ...; an empty list if it is not split.
@@ -213,23 +212,16 @@ class Layout:
         analyses, ``report``, and ``track`` if tracking is enabled. A rule ``STAGE_shards``, which computes shards,
         follows its stage. Rules without jobs, and rule ``all``, are left out.
         """
-        training_job_count = len(self.trainings) * len(self.segments)
         counts: dict[str, int] = {}
-        for stage in (*self.shared_stages, *TRAINING_STAGES):
-            count = training_job_count if stage in TRAINING_STAGES else 1
-            counts[stage] = count
-            shard_count = len(self.shards(stage))  # per training run and segment
+        for name, row in self.stages.items():
+            counts[name] = 1
+            if row.of_run and row.of_analysis:
+                counts[name] = len(self._validity.list_results(name))
+            elif row.of_run:
+                counts[name] = len(self.trainings) * len(self.segments)
+            shard_count = len(self.shards(name))  # per training run and segment
             if shard_count > 0:
-                counts[f"{stage}_shards"] = count * shard_count
-        for name in self.analyses:
-            measurement_count = len(self.measurement_files(name))
-            if measurement_count > 0:
-                counts[f"measure_{name}"] = measurement_count
-        for name in self.analyses:
-            counts[f"analyse_{name}"] = 1
-        counts["report"] = 1
-        if self.experiment.tracking.enabled:
-            counts["track"] = 1
+                counts[f"{name}_shards"] = counts[name] * shard_count
         return counts
 
     # Files and folders
@@ -243,18 +235,34 @@ class Layout:
         """Return the folder of a training run."""
         return run_folder(self.results, method, seed).as_posix()
 
-    def measurement_files(self, analysis: str) -> list[str]:
-        """Return the paths of an analysis' measurements, one per snapshot that it selects; empty if it reads none."""
-        snapshots = analysed_snapshots(self.analyses[analysis], self.experiment)
-        return [snapshot_table_path(self.results, analysis, method, seed, step) for method, seed, step in snapshots]
+    def outputs(self, stage: str, segment: Segment | None = None) -> list[str]:
+        """Return the paths of the records that a job of a stage writes, with Snakemake wildcards.
 
-    def analysis_inputs(self, analysis: str) -> list[str]:
-        """Return the paths of the records that the table of an analysis is computed from.
-
-        They are of its measurements at snapshots, or of all snapshots or evaluations, if it reads these.
+        Args:
+            stage: name of the stage.
+            segment: segment of the training run; None: the job has one result, of a run that of snapshot ``{step}``.
         """
-        stage = self.stages[f"analyse_{analysis}"]
-        return [self._record_path(result) for result in self._validity.list_needed(Result(stage.name))]
+        return self._record_paths(stage, segment.snapshots if segment else ["{step}"])
+
+    def input_paths(self, stage: str, segment: Segment | None = None) -> list[str]:
+        """Return the paths of the files that a job of a stage reads, with Snakemake wildcards.
+
+        They are the records of the results that its results are computed from, for a segment the record of the snapshot
+        from which training resumes, and for the report also pictures and metrics. For `segment` see `outputs`.
+        """
+        row = self.stages[stage]
+        if not row.of_run:
+            paths = [self._record_path(result) for result in self._validity.list_needed(Result(stage))]
+            return [*paths, *self._list_report_files()] if stage == "report" else paths
+        snapshots = segment.snapshots if segment else ["{step}"]
+        paths = [path for needed in row.needs for path in self._record_paths(needed, snapshots)]
+        return [*paths, *self._record_paths(stage, segment.previous)] if stage == TRAIN.name and segment else paths
+
+    def _record_paths(self, stage: str, snapshots: list[str]) -> list[str]:
+        record = f"{self.results}/{self.stages[stage].record}"
+        if not self.stages[stage].of_run:
+            return [record]
+        return [record.format(method="{method}", seed="{seed}", snapshot=name) for name in snapshots]
 
     def shard_path(self, stage: str, shard: str, method: str = "", seed: int | str = "", snapshot: str = "") -> str:
         """Return the path of a computed shard: a folder of latents, or a file of samples of a snapshot."""
@@ -280,15 +288,21 @@ class Layout:
             name = f"{_SHARDS_FOLDER}/{name}.{shard}"
         return f"{self.results}/timing/{name}.json"
 
-    def report_inputs(self) -> list[str]:
-        """Return the paths of the files that the report depends on: records of results, sample grids and metrics."""
-        paths = [self._record_path(result) for result in self._validity.list_needed(Result("report"))]
+    def list_targets(self) -> list[str]:
+        """Return the paths of the records of all results, and of the other files that the report reads."""
+        results = [result for stage in self.stages for result in self._validity.list_results(stage)]
+        return [*map(self._record_path, results), *self._list_report_files()]
+
+    def _list_report_files(self) -> list[str]:
+        """Return the paths of the files without records that the report reads: sample grids, metrics, analyses."""
+        paths = []
         for method, seed in self.trainings:
             folder = self.training_folder(method, seed)
             paths += [f"{folder}/training.json", f"{folder}/metrics.jsonl"]
             paths += [f"{folder}/samples/{snapshot}.png" for snapshot in self.snapshots]
-        paths += [f"{self.results}/analyses/{name}.{suffix}" for name in self.analyses for suffix in ("csv", "png")]
-        return paths
+        return paths + [
+            f"{self.results}/analyses/{name}.{suffix}" for name in self.analyses for suffix in ("csv", "png")
+        ]
 
     def _record_path(self, result: Result) -> str:
         return self._validity.path(result).as_posix()
@@ -317,27 +331,30 @@ class Layout:
 
         return list_paths
 
-    def rerun_if_invalid(self, stage: str, segment: Segment | None = None) -> Callable[[Any], list[str]]:
-        """Return an input function: `OUTDATED`, so that the job runs, unless all of its results are valid.
+    def inputs(self, stage: str, segment: Segment | None = None) -> Callable[[Any], list[str]]:
+        """Return the input function of a stage's rule: `records` of `input_paths`.
 
-        Args:
-            stage: name of the stage.
-            segment: segment of the training run; None: the job has one result.
+        If a result of the job is not valid, `OUTDATED` is an input, too. For `segment` see `outputs`.
         """
+        list_records = self.records(*self.input_paths(stage, segment))
 
         def list_paths(wildcards: Any) -> list[str]:
-            if self.validity is None:  # a job, of which the controller has decided that it runs
-                return []
-            seed = int(wildcards.seed) if hasattr(wildcards, "seed") else None
-            method, snapshot = wildcards.get("method"), wildcards.get("step")
-            snapshots = segment.snapshots if segment else [snapshot]
-            results = [Result(stage, method, seed, name) for name in snapshots]
-            is_valid = all(map(self.validity.is_valid, results))
-            if stage == TRAIN.name and segment and segment.is_last:
-                is_valid = is_valid and self._has_ended(results[-1])
-            return [] if is_valid else [OUTDATED.as_posix()]
+            outdated = [] if self._is_valid_job(stage, segment, wildcards) else [OUTDATED.as_posix()]
+            return outdated + list_records(wildcards)
 
         return list_paths
+
+    def _is_valid_job(self, stage: str, segment: Segment | None, wildcards: Any) -> bool:
+        """Return True if all results of a job are valid."""
+        if self.validity is None:  # a job, of which the controller has decided that it runs
+            return True
+        seed = int(wildcards.seed) if hasattr(wildcards, "seed") else None
+        method, snapshot = wildcards.get("method"), wildcards.get("step")
+        results = [Result(stage, method, seed, name) for name in (segment.snapshots if segment else [snapshot])]
+        is_valid = all(map(self.validity.is_valid, results))
+        if stage == TRAIN.name and segment and segment.is_last:
+            return is_valid and self._has_ended(results[-1])
+        return is_valid
 
     def _has_ended(self, result: Result) -> bool:
         """Return True if the record of a training run is of the run, and at the step, of its last snapshot."""

@@ -28,7 +28,6 @@ from kairos.stages import TRAIN, run_folder
 from kairos.validity import Change, Result, Validity, compare_fields, format_changes
 from kairos_timesteps.errors import KairosError
 
-_SUMMARIES = ("report", "track")  # stages whose results contain clock times
 _FOLDERS = ("text", "analyses")  # outputs in dvc.yaml that an experiment may lack
 # facts of a machine's record (`portable.machine`) in which two recordings are compared
 _MACHINE_FACTS = ("processor", "instruction_set", "torch", "numpy", "libc", "python")
@@ -54,8 +53,8 @@ def record(experiment: Experiment, results: Path, out: Path) -> None:
             write_record(results / name / "record.json", {"reason": f"the experiment has no {name}"})
     validity = Validity(experiment, results)
     contents, stages = {}, {}
-    for stage in validity.stages:
-        for result in validity.list_results(stage) if stage not in _SUMMARIES else ():
+    for stage in (row.name for row in validity.stages.values() if not row.is_summary):
+        for result in validity.list_results(stage):
             path = validity.path(result)
             if not validity.is_unchanged(result):
                 raise KairosError(

@@ -137,7 +137,7 @@ def _select(validity: Validity, stage: str | None, method: str | None) -> Iterat
     if method is not None:
         demand(method in validity.experiment.methods, "--method", repr(method), ", ".join(validity.experiment.methods))
     # the report and the import into MLflow are made anew whenever another result changes
-    for name in (name for name in validity.stages if name not in ("report", "track")) if stage is None else [stage]:
+    for name in (row.name for row in validity.stages.values() if not row.is_summary) if stage is None else [stage]:
         for result in validity.list_results(name):
             if method is None or result.method == method:
                 yield result

@@ -1,0 +1,22 @@
+# Encoded captions, if the model is conditioned on them.
+
+
+rule text:
+    input:
+        layout.inputs("text"),
+    output:
+        update(layout.outputs("text")),
+    log:
+        f"{RESULTS}/logs/text.log",
+    priority: layout.shared_priority
+    conda:
+        "../../envs/environment.yml"
+    threads: layout.experiment.training.threads
+    resources:
+        mem_mb=scaled_by_attempt(8000),
+        runtime=scaled_by_attempt(480),
+        gpu=layout.gpus("text"),
+    params:
+        **layout.params("text"),
+    shell:
+        "kairos text --config {params.config} 2>&1 | tee {log}"
