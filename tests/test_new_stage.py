@@ -1,4 +1,4 @@
-"""A new stage is a row of the table, a rule file and a module: a copy of the pipeline gets one, and it works everywhere."""
+"""A new stage is a row of the table, a rule file and a module: a copy of the pipeline gets one."""
 
 import json
 from pathlib import Path

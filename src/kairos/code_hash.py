@@ -124,7 +124,7 @@ def _list_imports(module: str, path: Path) -> frozenset[str]:
     for source, level, names in _summarise(path)[1]:
         absolute = ".".join([*(parents[: len(parents) + 1 - level] if level else []), *filter(None, [source])])
         imported |= {_find_module(absolute, name) for name in names}
-    if module.partition(".")[0] not in PACKAGES:  # packages beside a plugin run their __init__.py, too
+    if module.partition(".")[0] not in PACKAGES:  # packages of a plugin's folder run their __init__.py, too
         imported |= {name[:position] for name in imported for position, sign in enumerate(name) if sign == "."}
     folder = path.parents[len(parents)]  # of the plugin, for modules of other packages than kairos
     return frozenset(name for name in imported if _is_followed(name, folder))
@@ -135,9 +135,8 @@ def _find_module(source: str, name: str) -> str:
     module = ".".join(filter(None, [source, name]))
     if not source or find_file(module) is not None:
         return module
-    if source in PACKAGES:  # imports its names when they are used
-        return getattr(getattr(importlib.import_module(source), name, None), "__module__", source)
-    return source
+    module_of_name = getattr(importlib.import_module(source), "MODULE_OF", {}) if source in PACKAGES else {}
+    return f"{source}.{module_of_name[name]}" if name in module_of_name else source
 
 
 def _is_followed(module: str, folder: Path) -> bool:

@@ -34,7 +34,7 @@ _MODULES = {
     "build": ("density", "weighting"),
     "presets": ("preset",),
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}  # below the package, by name
 
 
 def names(kind: str) -> list[str]:
@@ -57,8 +57,8 @@ def names(kind: str) -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in MODULE_OF:
         raise AttributeError(f"module 'kairos_timesteps' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"kairos_timesteps.{_MODULE_OF[name]}"), name)
+    return getattr(import_module(f"kairos_timesteps.{MODULE_OF[name]}"), name)

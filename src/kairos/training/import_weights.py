@@ -14,8 +14,8 @@ from kairos.models.published_weights import read_published
 from kairos.snapshots import write_snapshot
 from kairos.training.provenance import describe_environment
 from kairos.training.settings import RunSettings
+from kairos_timesteps import Strategy
 from kairos_timesteps.errors import ConfigError, KairosError
-from kairos_timesteps.strategy import Strategy
 
 
 def _learned_variance(schedule: str = "linear") -> dict[str, Any]:

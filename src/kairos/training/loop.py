@@ -24,10 +24,9 @@ from kairos.losses.terms import Prediction, SampleCoordinates
 from kairos.shapes import Images, Output, PerSample, Rows, Scalar, Times
 from kairos.training.lengths import log_interval
 from kairos.training.state import MicroBatch, TrainingState
-from kairos_timesteps import distributed
+from kairos_timesteps import Draw, distributed
 from kairos_timesteps.errors import DivergedError
 from kairos_timesteps.randomness import Stream, derived_seed
-from kairos_timesteps.strategy import Draw
 
 Summand = Float[Tensor, "*shape"]
 DIVERGENCE_REMEDY = (

@@ -19,9 +19,8 @@ from kairos.snapshots import load_start_weights
 from kairos.training.lengths import length_in_steps
 from kairos.training.optim import Average
 from kairos.training.settings import RunSettings
-from kairos_timesteps import distributed
+from kairos_timesteps import Strategy, distributed
 from kairos_timesteps.randomness import derived_seed
-from kairos_timesteps.strategy import Strategy
 
 
 class MicroBatch(NamedTuple):

@@ -247,8 +247,8 @@ class Layout:
     def input_paths(self, stage: str, segment: Segment | None = None) -> list[str]:
         """Return the paths of the files that a job of a stage reads, with Snakemake wildcards.
 
-        They are the records of the results that its results are computed from, for a segment the record of the snapshot
-        from which training resumes, and for the report also pictures and metrics. For `segment` see `outputs`.
+        They are the records of the needed results. A segment of training also reads the record of the snapshot from
+        which it resumes, and the report reads pictures and metrics. For `segment` see `outputs`.
         """
         row = self.stages[stage]
         if not row.of_run:

@@ -147,7 +147,7 @@ def _view_of_checkpoint(
         KairosError: the checkpoint contains the state of another strategy, or the density differs between images.
     """
     from kairos.config.plugins import load_plugins
-    from kairos_timesteps.strategy import Strategy
+    from kairos_timesteps import Strategy
 
     if record is not None:
         load_plugins(record["config"].get("plugins", []))
