@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kairos import code_hash, stages
+from kairos import code_hash, stage_keys, stages
 from kairos.config import load
 from kairos.files import hash_folder
 from ports import free_port
@@ -190,6 +190,6 @@ def test_no_job_calls_dvc(monkeypatch):
     config = load(ROOT / "params.yaml")
     method = next(iter(config.methods))
     for name, row in stages.list_stages(config).items():
-        modules = stages.list_modules(row, stages.list_sections(config, row, method))
+        modules = stage_keys.list_modules(row, stage_keys.list_sections(config, row, method))
         files = code_hash.list_files(tuple(modules), frozenset(stages.LEFT_OUT))
         assert not calls & set(files), name

@@ -12,7 +12,7 @@ import pytest
 
 import kairos
 import kairos_timesteps
-from kairos import code_hash, stages
+from kairos import code_hash, stage_keys, stages
 from kairos.analyses.settings import ANALYSES
 from kairos.config import validate
 from kairos.evaluation.settings import EXTRACTORS, METRICS
@@ -32,8 +32,8 @@ def hash_all(config: Any = CASE) -> dict[str, str]:
     hashes = {}
     for name, row in stages.list_stages(config).items():
         for method in config.methods if name == "train" else [None]:
-            sections = stages.list_sections(config, row, method)
-            hashes[f"{name}.{method}" if method else name] = stages.hash_stage_code(row, sections)
+            sections = stage_keys.list_sections(config, row, method)
+            hashes[f"{name}.{method}" if method else name] = stage_keys.hash_stage_code(row, sections)
     return hashes
 
 
@@ -128,8 +128,8 @@ def test_every_module_counts_or_has_a_reason() -> None:
     """A module that training, sampling or evaluation import is in their code, or in `LEFT_OUT`."""
     for name in ("prepare", "encode", "train", "sample", "evaluate"):
         row = stages.list_stages(CASE)[name]
-        sections = stages.list_sections(CASE, row, "uniform" if row.of_run else None)
-        modules = stages.list_modules(row, sections)
+        sections = stage_keys.list_sections(CASE, row, "uniform" if row.of_run else None)
+        modules = stage_keys.list_modules(row, sections)
         code = f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\nprint(*sys.modules)"
         imported = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -154,7 +154,7 @@ def test_reasons_are_of_modules_that_exist() -> None:
             assert section in sections or name == "*", name
             options = getattr(type(getattr(CASE, section, None)), "model_fields", {})
             assert not entry or section in ("method", "analysis") or entry in options, name
-        assert set(row.needs) <= {stage.name for stage in (*stages.STAGES, *stages.SUMMARIES)}
+        assert set(row.needs) <= {stage.name for stage in stages.STAGES}
 
 
 REGISTRIES = {
@@ -182,10 +182,10 @@ def test_an_edit_in_every_file_of_a_components_classes_changes_its_hash(kind: st
     bases = implementation.__mro__ if isinstance(implementation, type) else [implementation]
     files = {code_hash.find_file(base.__module__) for base in bases if base.__module__.startswith("kairos")}
     assert files
-    before = stages.hash_modules(modules)
+    before = stage_keys.hash_modules(modules)
     for path in files - {code_hash.find_file(module) for module in stages.LEFT_OUT}:
         with edited(path, append_statement):
-            assert stages.hash_modules(modules) != before, path
+            assert stage_keys.hash_modules(modules) != before, path
 
 
 @pytest.mark.parametrize(
@@ -241,21 +241,21 @@ def test_imports_are_followed(text: str, reached: str, tmp_path: Path, monkeypat
 
 def test_a_module_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(ModuleNotFoundError, match="missing"):
-        stages.hash_modules(["kairos.training.missing"])
+        stage_keys.hash_modules(["kairos.training.missing"])
 
 
 def test_the_number_of_processes_counts_for_couplings_by_rank_alone() -> None:
     names = {"independent": False, "assignment": True, "antithetic": True}
     config = validate(experiment({name: {"coupling": name} for name in names}))
     for name, counts in names.items():
-        fields = stages.select_fields(stages.TRAIN, config.run_settings(name, 0).sections)
+        fields = stage_keys.select_fields(stages.TRAIN, config.run_settings(name, 0).sections)
         assert ("processes" in fields["training"]) == counts, name
 
 
 def test_the_end_of_a_schedule_counts_as_its_length() -> None:
     plain = experiment()
     plain["training"] |= {"schedule": "cosine", "milestones": [4, 8]}
-    fields = stages.select_fields(stages.TRAIN, validate(plain).run_settings("uniform", 0).sections)
+    fields = stage_keys.select_fields(stages.TRAIN, validate(plain).run_settings("uniform", 0).sections)
     assert fields["training"]["schedule"]["length"] == 8 and "milestones" not in fields["training"]
 
 
