@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
+import numpy as np
 import pytest
 
 from kairos import files
@@ -243,3 +245,18 @@ def test_a_record_that_is_read_can_be_written_again(tmp_path):
     write_record(tmp_path / "first", {"a": 1})
     write_record(tmp_path / "second", read_record(tmp_path / "first") | {"a": 2})
     assert read_record(tmp_path / "second") == {"a": 2}
+
+
+def test_the_hash_of_an_npz_file_is_that_of_its_arrays(tmp_path):
+    def write(name, values, **header):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            member = zipfile.ZipInfo("images.npy", **header)
+            archive.writestr(member, values.tobytes())
+        return tmp_path / name
+
+    first, second = np.arange(9), np.arange(9) + 1
+    path, with_other_header = write("a", first), write("b", first, date_time=(2026, 1, 1, 0, 0, 0))
+    assert files.sha256_file(path) != files.sha256_file(with_other_header) and files.hash_npz(path) == files.hash_npz(
+        with_other_header
+    )
+    assert files.hash_npz(path) != files.hash_npz(write("c", second))

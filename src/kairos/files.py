@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 import uuid
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -468,6 +469,16 @@ def link_file(source: Path, target: Path) -> None:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)  # exists after an error, and if `target` was already a link to the file
+
+
+def hash_npz(path: Path) -> str:
+    """Return the hash of the arrays in an npz file; the hash of the file differs between versions of Python."""
+    digests = {}
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            with archive.open(name) as member:
+                digests[name] = hashlib.file_digest(member, "sha256").hexdigest()  # type: ignore[arg-type]
+    return sha256_json(digests)
 
 
 def hash_folder(path: Path) -> dict[str, str]:

@@ -141,7 +141,7 @@ STAGES = (
         record="reference/record.json",
         computes_on="gpu",
         content=(
-            *("files", "rows", "extractor_hash", "reference", "metrics", "num_samples", "sets", "eval_seed"),
+            *("content_sha256", "rows", "extractor_hash", "reference", "metrics", "num_samples", "sets", "eval_seed"),
             *("precision", "validation"),
         ),
     ),
@@ -190,6 +190,7 @@ STAGES = (
         code=("kairos.sampling.sample",),
         components=(*NETWORK, "sampling.scheduler"),
         record=f"{RUN_FOLDER}/samples/{{snapshot}}.json",
+        content=("content_sha256",),
         computes_on="gpu",
         of_run=True,
     ),

@@ -135,12 +135,15 @@ class Job:
             return False
         return True
 
-    def record(self, result: "Result", computed_from: dict[str, Any], *files: Path) -> None:
-        """Record what a result was computed from, and the hashes of its files if its stage writes no record itself."""
+    def record(self, result: "Result", computed_from: dict[str, Any], *files: Path, **fields: Any) -> None:
+        """Record what a result was computed from, and the hashes of its files if its stage writes no record itself.
+
+        `fields` are further fields of a record of files.
+        """
         path = self.validity.path(result)
         if files:
             hashes = {file.relative_to(path.parent).as_posix(): sha256_file(file) for file in files}
-            write_record(path, {"files": hashes})
+            write_record(path, {"files": hashes, **fields})
         self.validity.add_computed_from(result, computed_from)
 
     def check_plan(self, name: str, key: str) -> None:

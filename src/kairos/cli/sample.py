@@ -134,6 +134,7 @@ def _sample_run(arguments: argparse.Namespace, job: Job) -> None:
     Raises:
         KairosError: a file is missing or damaged; the files of earlier snapshots remain.
     """
+    from kairos.files import hash_npz
     from kairos.sampling import sample
     from kairos.validity import Result
 
@@ -165,7 +166,8 @@ def _sample_run(arguments: argparse.Namespace, job: Job) -> None:
     def record(sampling_job: sample.SamplingJob) -> None:
         if job.shard is None and sampling_job.grid is not None:
             result = jobs[sampling_job]
-            job.record(result, outdated[result], sampling_job.out, sampling_job.grid)
+            content = hash_npz(sampling_job.out)
+            job.record(result, outdated[result], sampling_job.out, sampling_job.grid, content_sha256=content)
 
     sample.run(list(jobs), request, finished=record)
     if jobs:

@@ -43,7 +43,7 @@ from kairos.evaluation.settings import (
     metrics_with_options,
     needs_of_real_images,
 )
-from kairos.files import check_files, open_record, sha256_file, sha256_json, write_record
+from kairos.files import check_files, hash_npz, open_record, sha256_file, sha256_json, write_record
 from kairos.progress import ProgressBar, log
 from kairos.sampling.samples_file import open_samples
 from kairos.stage_keys import hash_modules
@@ -144,6 +144,7 @@ def build_reference(
         "spread_of": {name: SPREADS[name] for name in rows},
         "gaussian": f"mean and sample covariance of {fitted_count} training latents",
         "files": {"statistics.npz": sha256_file(out / "statistics.npz")},
+        "content_sha256": hash_npz(out / "statistics.npz"),
     }
     faults = find_instrument_faults(record)
     for fault in faults:
