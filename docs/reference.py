@@ -15,6 +15,7 @@ from kairos.config import Experiment
 from kairos.evaluation.settings import MEASUREMENTS, METRICS, MetricOptions, is_higher_better
 from kairos.losses.settings import LOSSES
 from kairos.report.columns import FIRST_COLUMNS, LAST_COLUMNS, OPTIONAL_PROTOCOL, PROTOCOL, SPREAD
+from kairos.stages import STAGES
 from kairos.training.run_folder import METRICS_FIELDS, TIMING_FIELDS
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE
 
@@ -152,6 +153,20 @@ def metrics_fields() -> str:
     return _meanings("field", {**METRICS_FIELDS, **terms})
 
 
+def stages() -> str:
+    """Return a table of all stages: rule and modules, needed stages, fields, record and device."""
+    head = ["stage", "needs", "fields", "without effect", "command; code", "record", "PyTorch on"]
+    rows = []
+    for row in STAGES:
+        command = f"`{row.command}`" if row.command else "by `analyse`"
+        needs, fields, without_effect = (
+            ", ".join(f"`{name}`" for name in names) for names in (row.needs, row.fields, row.no_effect)
+        )
+        code = ", ".join(f"`{module}`" for module in row.code)
+        rows.append([row.name, needs, fields, without_effect, f"{command}; {code}", f"`{row.record}`", row.computes_on])
+    return table(head, rows)
+
+
 def timing_fields() -> str:
     """Return a table of the fields of a line of timing.jsonl."""
     return _meanings("field", TIMING_FIELDS)
@@ -261,5 +276,6 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 _PAGES = {"experiment": experiment, "commands": commands, "presets": presets, "metrics": metrics, "api": api}
+_PAGES |= {"stages": stages}
 _PAGES |= {"summary_columns": summary_columns, "metrics_fields": metrics_fields, "timing_fields": timing_fields}
 PARTS = {name: (lambda generate=generate: (generate(), {})) for name, generate in _PAGES.items()}

@@ -63,10 +63,10 @@ def declared_files() -> set[str]:
     experiment = load(ROOT / "experiments/analyses/linear.yaml")
     layout = Layout(experiment, Path("frozen.yaml"))
     files = layout.input_paths("report")
-    measurements = Validity(experiment, layout.results)
-    for analysis in layout.analyses:
-        for result in measurements.list_results(f"measure_{analysis}"):
-            record = measurements.path(result)
+    validity = Validity(experiment, layout.results)
+    for row in validity.stages.values():
+        for result in validity.list_results(row.name) if row.of_analysis and row.of_run else ():
+            record = validity.path(result)
             files += [record.as_posix(), record.with_suffix(".csv").as_posix()]
     return {file.removeprefix(f"{layout.results}/") for file in files}
 
