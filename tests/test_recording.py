@@ -68,7 +68,7 @@ def test_differences_have_their_causes(recorded, capsys):
     for step in ("0000200", "0000400"):
         record = read_json(folder / f"samples/{step}.json")
         record["computed_from"]["fields"]["sampling"]["steps"] = 10
-        write_record(folder / f"samples/{step}.json", record | {"files": {}})
+        write_record(folder / f"samples/{step}.json", record | {"content_sha256": step})
     evaluation = read_json(folder / "evaluation/0000400.json")
     write_record(folder / "evaluation/0000400.json", evaluation | {"metrics": {}})
     shutil.rmtree(folder / "snapshots/0000200")

@@ -386,7 +386,7 @@ def test_conditions_are_shown_with_the_generated_images(small, conditions):
 def test_template_and_style_are_part_of_the_code_of_the_report(tmp_path):
     package = Path(main.__code__.co_filename).parents[1]
     copy = shutil.copytree(package, tmp_path / "kairos", ignore=shutil.ignore_patterns("__pycache__"))
-    code = "from kairos.stages import hash_modules; print(hash_modules(['kairos.report.build']))"
+    code = "from kairos.stage_keys import hash_modules; print(hash_modules(['kairos.report.build']))"
     hashes = set()
     for name in ("page.html.jinja", "plot_style.mplstyle", None):
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -127,18 +127,12 @@ def train(
         elif is_first:
             checkpoint = run_folder.newest_checkpoint(latest_step=milestones[-1])
             assert checkpoint is not None  # written by the job above, or found by `prepare`
-            record = _build_record(run, identity, computed_from, milestones, checkpoint)
+            record = _build_record(run, identity, milestones, checkpoint)
             run_folder.publish(milestones, record, computed_from)
     return {"steps_run": steps_run, "step": milestones[-1], "identity": identity}
 
 
-def _build_record(
-    run: RunSettings,
-    identity: str,
-    computed_from: dict[str, Any],
-    milestones: list[int],
-    checkpoint: dict[str, Any],
-) -> dict[str, Any]:
+def _build_record(run: RunSettings, identity: str, milestones: list[int], checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the content of training.json.
 
     ``components`` contains the hash of each component of the checkpoint, and the hash of metrics.jsonl up to it.
@@ -146,13 +140,11 @@ def _build_record(
     Args:
         run: settings of the training run.
         identity: see `find_identity`.
-        computed_from: see `describe_training`.
         milestones: steps whose snapshots were requested.
         checkpoint: content of the last checkpoint; its environment is recorded, also if this job computes no step.
     """
     return {
         "identity": identity,
-        "computed_from": computed_from,
         "method": run.method_name,
         "seed": run.seed,
         "steps": checkpoint["step"],
