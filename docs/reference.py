@@ -163,7 +163,9 @@ def stages() -> str:
             ", ".join(f"`{name}`" for name in names) for names in (row.needs, row.fields, row.no_effect)
         )
         code = ", ".join(f"`{module}`" for module in row.code)
-        rows.append([row.name, needs, fields, without_effect, f"{command}; {code}", f"`{row.record}`", row.computes_on])
+        rows.append(
+            [row.name, needs, fields, without_effect, f"{command}; {code}", f"`{row.record_path}`", row.computes_on]
+        )
     return table(head, rows)
 
 

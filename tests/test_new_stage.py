@@ -18,7 +18,7 @@ ROW = """    Stage(
         needs=("prepare",),
         fields=("training.threads",),
         code=("kairos.brightness",),
-        record="brightness/record.json",
+        record_path="brightness/record.json",
         content=("mean",),
     ),
 """

@@ -26,7 +26,7 @@ class Stage:
         no_effect: parts of these fields that change no result of the stage, with the reason.
         code: modules that compute the results; all that they import is included, except `LEFT_OUT`.
         components: fields that select components, whose code is included.
-        record: path of the result's record in the folder of results, with the names of method, seed and snapshot.
+        record_path: path of the result's record in the folder of results, with the names of method, seed and snapshot.
         content: fields of the record that describe the result, such as the hashes of its files.
         of_run: True if every snapshot of a training run has results of its own; False: one result for the experiment.
         computes_on: ``gpu`` or ``cpu``, where PyTorch computes the results; empty: without PyTorch.
@@ -43,7 +43,7 @@ class Stage:
     no_effect: Mapping[str, str] = field(default_factory=dict)
     code: tuple[str, ...] = ()
     components: tuple[str, ...] = ()
-    record: str = ""
+    record_path: str = ""
     content: tuple[str, ...] = ("files",)
     of_run: bool = False
     of_analysis: bool = False
@@ -67,7 +67,7 @@ STAGES = (
             "dataset.low_resolution": "stage encode reduces the images",
         },
         code=("kairos.data.prepare",),
-        record="dataset/record.json",
+        record_path="dataset/record.json",
         content=("content_sha256",),
     ),
     Stage(
@@ -81,7 +81,7 @@ STAGES = (
             "autoencoder.dtype": "latents on disk, of stage encode",
         },
         code=("kairos.autoencoders.train_or_load", "kairos.compute"),
-        record="autoencoder/record.json",
+        record_path="autoencoder/record.json",
         computes_on="gpu",
         content=("sha256", "scaling_factor", "shift_factor"),
     ),
@@ -92,7 +92,7 @@ STAGES = (
         needs=("prepare",),
         fields=("text_encoder", *COMPUTING),
         code=("kairos.text_encoders.encode_captions", "kairos.compute"),
-        record="text/record.json",
+        record_path="text/record.json",
         section="text_encoder",
         computes_on="gpu",
         content=("content_sha256",),
@@ -110,7 +110,7 @@ STAGES = (
             *COMPUTING,
         ),
         code=("kairos.autoencoders.encode", "kairos.compute"),
-        record="latents/record.json",
+        record_path="latents/record.json",
         computes_on="gpu",
         content=("content_sha256",),
     ),
@@ -122,7 +122,7 @@ STAGES = (
         fields=("evaluation.extractor", *COMPUTING),
         code=("kairos.evaluation.extractors",),
         components=("evaluation.extractor",),
-        record="extractor/record.json",
+        record_path="extractor/record.json",
         computes_on="cpu",
         content=("name", "metric", "sha256", "check"),
     ),
@@ -138,7 +138,7 @@ STAGES = (
         },
         code=("kairos.evaluation.reference",),
         components=("evaluation.extractor", "evaluation.possible_image_metrics"),
-        record="reference/record.json",
+        record_path="reference/record.json",
         computes_on="gpu",
         content=(
             *("content_sha256", "rows", "extractor_hash", "reference", "metrics", "num_samples", "sets", "eval_seed"),
@@ -173,7 +173,7 @@ STAGES = (
             "training.ema",
             "training.probes",
         ),
-        record=f"{RUN_FOLDER}/snapshots/{{snapshot}}/snapshot.json",
+        record_path=f"{RUN_FOLDER}/snapshots/{{snapshot}}/snapshot.json",
         computes_on="gpu",
         of_run=True,
     ),
@@ -189,7 +189,7 @@ STAGES = (
         },
         code=("kairos.sampling.sample",),
         components=(*NETWORK, "sampling.scheduler"),
-        record=f"{RUN_FOLDER}/samples/{{snapshot}}.json",
+        record_path=f"{RUN_FOLDER}/samples/{{snapshot}}.json",
         content=("content_sha256",),
         computes_on="gpu",
         of_run=True,
@@ -201,7 +201,7 @@ STAGES = (
         needs=("train", "sample", "encode", "extractor", "reference"),  # the reference fixes metrics, threads, seeds
         code=("kairos.evaluation.evaluate",),
         components=(*NETWORK, "evaluation.extractor", "evaluation.possible_metrics"),
-        record=f"{RUN_FOLDER}/evaluation/{{snapshot}}.json",
+        record_path=f"{RUN_FOLDER}/evaluation/{{snapshot}}.json",
         computes_on="gpu",
         content=("metrics", "validation"),
         of_run=True,
@@ -216,7 +216,7 @@ STAGES = (
         },
         code=("kairos.analyses.tables",),
         components=(*NETWORK, "analysis"),
-        record=f"{RUN_FOLDER}/analyses/{{analysis}}.{{snapshot}}.json",
+        record_path=f"{RUN_FOLDER}/analyses/{{analysis}}.{{snapshot}}.json",
         of_run=True,
         of_analysis=True,
         computes_on="gpu",
@@ -229,7 +229,7 @@ STAGES = (
         fields=("analysis", "methods"),
         code=("kairos.report.analysis_figures",),
         components=("analysis",),
-        record="analyses/{analysis}.json",
+        record_path="analyses/{analysis}.json",
         of_analysis=True,
         computes_on="cpu",
     ),
@@ -241,7 +241,7 @@ STAGES = (
         fields=("*",),  # all sections
         no_effect={"tracking": "stage track imports the results", "plugins": "in the code of the methods"},
         code=("kairos.report.build",),
-        record="report.json",
+        record_path="report.json",
         is_summary=True,
     ),
     Stage(
@@ -251,7 +251,7 @@ STAGES = (
         needs=("report",),
         fields=("tracking",),
         code=("kairos.tracking.track",),
-        record="tracking.json",
+        record_path="tracking.json",
         section="tracking",
         is_summary=True,
     ),
@@ -326,8 +326,8 @@ def _row_of_analysis(row: Stage, analysis: Any) -> Stage:
     if row is not MEASURE:
         read = _READ_BY_ANALYSIS.get(analysis.reads, "")
         needs = (f"measure_{analysis.name}",) if read == MEASURE.name else (read,)
-    record = row.record.replace("{analysis}", analysis.name)
-    return replace(row, name=f"{row.name}_{analysis.name}", record=record, needs=needs)
+    record_path = row.record_path.replace("{analysis}", analysis.name)
+    return replace(row, name=f"{row.name}_{analysis.name}", record_path=record_path, needs=needs)
 
 
 def run_folder(results: Path | str, method: str, seed: int | str) -> Path:

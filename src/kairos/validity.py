@@ -178,7 +178,7 @@ class Validity:
     def path(self, result: Result) -> Path:
         """Return the path of the record of a result."""
         names = {"method": result.method, "seed": result.seed, "snapshot": result.snapshot}
-        return self.results / self.stages[result.stage].record.format(**names)
+        return self.results / self.stages[result.stage].record_path.format(**names)
 
     def find_result(self, path: str) -> Result | None:
         """Return the result whose record is at a path; None: there is none."""
@@ -195,7 +195,7 @@ class Validity:
         groups = {"method": r"(?P<method>[^/]+)", "seed": r"(?P<seed>\d+)", "snapshot": r"(?P<snapshot>\d{7})"}
         patterns = {}
         for name, stage in self.stages.items():
-            text = re.sub(r"\\{(\w+)\\}", lambda match: groups[match[1]], re.escape(stage.record))
+            text = re.sub(r"\\{(\w+)\\}", lambda match: groups[match[1]], re.escape(stage.record_path))
             patterns[name] = re.compile(text)
         return patterns
 
@@ -505,7 +505,7 @@ def _replace_auto(experiment: Any, results: Path) -> Any:
     evaluation = experiment.evaluation
     if evaluation.extractor.name != "auto":
         return experiment
-    recorded = glance(results / EXTRACTOR.record).get("computed_from")
+    recorded = glance(results / EXTRACTOR.record_path).get("computed_from")
     if recorded is None or recorded["paths"]:  # ``auto`` selects no extractor with a path
         return experiment
     extractor = type(evaluation).model_validate({"extractor": recorded["fields"]["evaluation"]["extractor"]}).extractor

@@ -500,7 +500,7 @@ def load_recorded_experiment(folder: Path) -> Experiment:
         raise KairosError(f"{folder}: contains no snapshot yet; `kairos status` shows the progress of training runs")
     config = read_record(newest_record)["config"]
     samples_record = _find_newest(folder, "samples/*.json")
-    for path in (samples_record, folder / EXTRACTOR.record, folder / REFERENCE.record):
+    for path in (samples_record, folder / EXTRACTOR.record_path, folder / REFERENCE.record_path):
         computed_from = glance(path).get("computed_from", {}) if path else {}
         for section in computed_from.get("fields", {}).keys() & {"sampling", "evaluation"}:
             if not computed_from["paths"]:  # without the paths of outside files, which fields lack

@@ -83,7 +83,7 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
     """
     rows = outline.validity.stages.values() if outline.validity else [row for row in STAGES if not row.of_analysis]
     shared = [row for row in rows if not row.of_run]
-    existing = [row.name for row in shared if (outline.results / row.record).is_file()]
+    existing = [row.name for row in shared if (outline.results / row.record_path).is_file()]
     missing = [row.name for row in shared if row.name not in existing]
     changes = _find_changed_stages(outline, existing)
     outdated = [name for group in changes.values() for name in group]

@@ -259,7 +259,7 @@ class Layout:
         return [*paths, *self._record_paths(stage, segment.previous)] if stage == TRAIN.name and segment else paths
 
     def _record_paths(self, stage: str, snapshots: list[str]) -> list[str]:
-        record = f"{self.results}/{self.stages[stage].record}"
+        record = f"{self.results}/{self.stages[stage].record_path}"
         if not self.stages[stage].of_run:
             return [record]
         return [record.format(method="{method}", seed="{seed}", snapshot=name) for name in snapshots]
