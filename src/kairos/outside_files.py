@@ -5,6 +5,7 @@ times. If these are unchanged, the folder is not read again.
 """
 
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def _list_files(root: Path) -> Iterator[_Group]:
             key=f"{os.path.realpath(root)}:{root.name}",
             folder=root.parent,
             relative=root.name,
-            listing=[_describe(root)],
+            listing=[[root.name, *_describe(root)]],
         )
         return
     seen: set[str] = set()
@@ -94,12 +95,19 @@ def _list_files(root: Path) -> Iterator[_Group]:
             continue
         seen.add(resolved)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        paths = [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-        listing = [_describe(path) for path in paths if path.is_file()]
+        listing = []
+        for name in sorted(names):
+            description = [] if name.startswith(".") else _describe(os.path.join(folder, name))
+            if description:
+                listing.append([name, *description])
         if listing:
             yield _Group(key=resolved, folder=Path(folder), relative=os.path.relpath(folder, root), listing=listing)
 
 
-def _describe(path: Path) -> list[Any]:
-    stat = path.stat()
-    return [path.name, stat.st_size, stat.st_mtime_ns]
+def _describe(path: Path | str) -> list[int]:
+    """Return size and time of a file; empty for a link to nothing, a pipe or a device."""
+    try:
+        status = os.stat(path)  # one call for a file, since there may be millions
+    except FileNotFoundError:
+        return []
+    return [status.st_size, status.st_mtime_ns] if stat.S_ISREG(status.st_mode) else []
