@@ -243,11 +243,15 @@ def test_a_thousand_training_runs_are_read_with_few_operations() -> None:
     assert 1000 < int(opened) < 9000  # at most eight for each training run
 
 
-def test_states_of_earlier_settings_are_listed_and_deleted_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_of_earlier_settings_are_deleted_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     latents = make_latents(Path("results/case"))
     seeds = {"uniform": (0, 1), "p2": (0,)}
     earlier, now = (
-        {**experiment({name: {} for name in seeds}, training__batch_size=size), "seeds": [0, 1]} for size in (8, 16)
+        {
+            **experiment({name: {} for name in seeds}, training__batch_size=size, evaluation__num_samples=100),
+            "seeds": [0, 1],
+        }
+        for size in (8, 16)
     )
     for name, numbers in seeds.items():
         for seed in numbers:
@@ -260,27 +264,20 @@ def test_states_of_earlier_settings_are_listed_and_deleted_on_request(capsys: py
     (Path("results/case/methods/uniform/seed0/.state") / ("0" * 15)).mkdir()  # no state: an identity has 16 digits
 
     (Path("results/case/latents/record.json")).rename("record.json")
-    assert "earlier settings" not in show_status(capsys, file)  # the data of the experiment are unknown
+    assert "0 deleted" in discard_unused(capsys, file)  # the data of the experiment are unknown
     Path("record.json").rename("results/case/latents/record.json")
     with locked(Path("results/case/methods/p2/seed0/.state/lock")):
-        output = show_status(capsys, file)
-        pattern = r"\n2 states of earlier settings, [\d.]+ MB: kairos status case.yaml --remove-uncl"
-        assert re.search(pattern, output), output
-        assert "2 states of earlier settings, " in show_status(capsys, file, "--remove-unclaimed")
-        left = set(Path("results/case").glob("methods/*/seed?/.state/" + "?" * 16))
-        assert {path.parts[3:5] for path in left} == {("uniform", "seed0"), ("p2", "seed0")} and len(left) == 2
-    assert "\n1 state of earlier settings, " in show_status(capsys, file, "--remove-unclaimed")
+        assert "2 deleted" in discard_unused(capsys, file)  # of uniform alone
+    assert "1 deleted" in discard_unused(capsys, file, "--method", "p2")
     assert [path.name for path in Path("results/case").glob("methods/*/seed?/.state/" + "?" * 16)] == [kept]
-    assert "earlier settings" not in show_status(capsys, file)
     assert hash_folder(Path("results/case/methods/uniform/seed0/snapshots")) == outputs
     assert train(now, "uniform", 0, Path("results/case/methods/uniform/seed0"), latents, [0, 2])["steps_run"] == 0
 
-    assert main(["status", str(file), "--remove-unclaimed", "--serve"]) == 2  # a page deletes nothing
-    assert "--remove-unclaimed" in capsys.readouterr().err
 
-    file.write_text(file.read_text().replace("batch_size: 16", "batch_size: many"))
-    assert main(["status", str(file), "--remove-unclaimed"]) == 2
-    assert "training.batch_size" in capsys.readouterr().err
+def discard_unused(capsys: pytest.CaptureFixture[str], file: Path, *more: str) -> str:
+    """Run ``kairos discard --unused-states``; return its output."""
+    assert main(["discard", str(file), "--unused-states", *more]) == 0
+    return capsys.readouterr().out
 
 
 def show_status(capsys: pytest.CaptureFixture[str], file: Path, *more: str) -> str:

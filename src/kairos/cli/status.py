@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from kairos.cli.common import demand_option, open_listening_socket
-from kairos_timesteps.errors import ConfigError
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -24,23 +23,16 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     )
     add("--port", type=int, default=8008, metavar="N", help="port of the page; default: 8008")
     add("--host", default="127.0.0.1", metavar="H", help="address of the page; 0.0.0.0: reachable from other machines")
-    add(
-        "--remove-unclaimed",
-        action="store_true",
-        help="delete training states of earlier settings, which no training run resumes",
-    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the stages of an experiment and a line per training run; ``--watch`` repeats it, ``--serve`` serves a page.
 
-    Results and the controller's records are read. With ``--remove-unclaimed``, training states of earlier settings are
-    deleted; a page deletes nothing. With ``--watch`` on a terminal, the screen is cleared before each repetition. The
-    repetition ends with the KeyboardInterrupt of Ctrl-C.
+    Results and the controller's records are read. With ``--watch`` on a terminal, the screen is cleared before each
+    repetition. The repetition ends with the KeyboardInterrupt of Ctrl-C.
 
     Raises:
-        ConfigError: ``--watch`` is not a number of seconds up to a day, ``--serve`` is combined with
-            ``--remove-unclaimed``, or the experiment file is not valid.
+        ConfigError: ``--watch`` is not a number of seconds up to a day, or the experiment file is not valid.
         KairosError: the experiment does not exist, or the page cannot be served at this address or port.
     """
     from kairos import resource_usage
@@ -48,8 +40,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     interval = arguments.watch
     demand_option(interval is None or 0 < interval <= 86400, "watch", interval, "seconds, above 0 and at most 86400")
-    if arguments.serve and arguments.remove_unclaimed:
-        raise ConfigError("--remove-unclaimed: not allowed with --serve, which deletes nothing; run it without --serve")
     resource_usage.end_startup()
     if arguments.serve:
         _serve(arguments)
@@ -57,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     repeats_on_terminal = interval is not None and sys.stdout.isatty()
     clear_screen = "\x1b[H\x1b[J" if repeats_on_terminal else ""  # escape codes: cursor to the top, erase below
     while True:
-        text = render_lines(arguments.experiment, arguments.remove_unclaimed)
+        text = render_lines(arguments.experiment)
         print(clear_screen + text, flush=True)
         if interval is None:
             return

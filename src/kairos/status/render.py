@@ -25,7 +25,6 @@ from kairos.status.run_progress import (
     load_outline,
     read_last_line,
 )
-from kairos.status.unclaimed_states import count_freed_bytes, delete_states, find_unclaimed_states
 
 _quote_path = partial(quote, errors="surrogateescape")
 _CURVE_POINTS = 80  # largest number of points of a loss curve, apart from the last point
@@ -41,31 +40,20 @@ _TEMPLATES = jinja2.Environment(
 )
 
 
-def render_lines(experiment: Path, remove_unclaimed: bool = False) -> str:
+def render_lines(experiment: Path) -> str:
     """Return the status of an experiment as text, without a newline at the end.
 
     Lines have at most 120 columns, except lines with long paths.
 
     Args:
         experiment: the experiment's file, or its folder of results.
-        remove_unclaimed: True to delete states with earlier settings or code, see `find_unclaimed_states`. Otherwise
-            the text reports how to delete them.
 
     Raises:
         KairosError: the folder contains no training run.
-        ConfigError: the file is missing or not a valid experiment; or a run that is not active has states, and
-            ``training.start_from`` is not a snapshot of this backbone.
+        ConfigError: the file is missing or not a valid experiment.
     """
     status = _collect_status(experiment)
-    states = find_unclaimed_states(status["outline"], status["runs"])
-    bytes_by_state = {state: count_freed_bytes([state]) for state in states}  # before the states are deleted
-    if remove_unclaimed:
-        states = delete_states(states)
-    freed_bytes = sum(bytes_by_state[state] for state in states)
-    template = _TEMPLATES.get_template("lines.txt.jinja")
-    text = template.render(
-        status, experiment=experiment, states=states, freed_bytes=freed_bytes, removed=remove_unclaimed
-    )
+    text = _TEMPLATES.get_template("lines.txt.jinja").render(status, experiment=experiment)
     return text.rstrip()
 
 

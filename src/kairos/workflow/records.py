@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kairos.validity import (
     training_identity,
 )
 from kairos.workflow.controller import lock_results
-from kairos_timesteps.errors import ConfigError, demand
+from kairos_timesteps.errors import ConfigError, KairosError, demand
 
 
 def accept(experiment: Any, results: Path, stage: str | None, method: str | None) -> list[str]:
@@ -112,6 +113,38 @@ def discard(experiment: Any, results: Path, stage: str | None, method: str | Non
             with lock_run_folder(folder / ".state"):  # jobs of a cluster outlive their controller
                 paths = [validity.path(result), folder / "training.json", folder / ".state/accepted.json"]
                 deleted += _delete([*paths, *states])
+    return deleted
+
+
+def discard_unused_states(experiment: Any, results: Path, method: str | None) -> list[str]:
+    """Delete the states of training runs that no run resumes, since they are of earlier settings or code.
+
+    Published results stay. Runs that a process trains are left out, and all runs without latents, since a state is
+    named by its data.
+
+    Args:
+        experiment: the experiment.
+        results: folder of its results.
+        method: name of a method; None: all methods.
+
+    Returns:
+        The deleted folders.
+
+    Raises:
+        ConfigError: there is no such method.
+        KairosError: a run of the workflow computes these results.
+    """
+    validity = Validity(experiment, results)
+    runs = {(result.method, result.seed) for result in _select(validity, TRAIN.name, method)}
+    deleted = []
+    with lock_results(results):
+        for name, seed in sorted((str(name), int(seed or 0)) for name, seed in runs):
+            folder = run_folder(results, name, seed)
+            used = {state_folder(folder, identity) for identity in validity.identities(name, seed)}
+            unused = sorted({*folder.glob(f".state/{'?' * 16}")} - used) if used else []
+            if unused:
+                with suppress(KairosError), lock_run_folder(folder / ".state"):
+                    deleted += _delete(unused)
     return deleted
 
 
