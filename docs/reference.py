@@ -155,7 +155,7 @@ def metrics_fields() -> str:
 
 def stages() -> str:
     """Return a table of all stages: rule and modules, needed stages, fields, record and device."""
-    head = ["stage", "needs", "fields", "without effect", "command; code", "record", "PyTorch on"]
+    head = ["stage", "needs", "fields", "without effect", "command", "code", "record", "PyTorch on"]
     rows = []
     for row in STAGES:
         command = f"`{row.command}`" if row.command else "by `analyse`"
@@ -163,9 +163,7 @@ def stages() -> str:
             ", ".join(f"`{name}`" for name in names) for names in (row.needs, row.fields, row.no_effect)
         )
         code = ", ".join(f"`{module}`" for module in row.code)
-        rows.append(
-            [row.name, needs, fields, without_effect, f"{command}; {code}", f"`{row.record_path}`", row.computes_on]
-        )
+        rows.append([row.name, needs, fields, without_effect, command, code, f"`{row.record_path}`", row.computes_on])
     return table(head, rows)
 
 

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
-    """A copy of the pipeline with the stage."""
+    """A copy of the pipeline with the stage, which has run."""
     copy = Copy(tmp_path_factory.mktemp("new_stage"))
     table = copy.folder / "src/kairos/stages.py"
     text = table.read_text()
@@ -73,6 +73,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     table.write_text(text[:row_of_extractor] + ROW + text[row_of_extractor:])
     (copy.folder / "workflow/rules/brightness.smk").write_text(RULE)
     (copy.folder / "src/kairos/brightness.py").write_text(MODULE)
+    assert copy.to_do(config=CONFIG)["brightness"] == 1  # a target of the whole workflow
+    ran = copy.snakemake("--quiet", "all", "--", RECORD, config=CONFIG)
+    assert ran.returncode == 0, ran.stderr
     return copy
 
 
@@ -83,9 +86,6 @@ def kairos(copy: Copy, *arguments: str) -> str:
 
 
 def test_a_row_a_rule_and_a_module_are_a_stage(copy: Copy) -> None:
-    assert copy.to_do(config=CONFIG)["brightness"] == 1  # a target of the whole workflow
-    ran = copy.snakemake("--quiet", "all", "--", RECORD, config=CONFIG)
-    assert ran.returncode == 0, ran.stderr
     record = json.loads((copy.folder / RECORD).read_text())
     assert 0 < record["mean"] < 255 and set(record["computed_from"]["inputs"]) == {"prepare"}
     assert "brightness" not in copy.to_do(config=CONFIG)

@@ -125,3 +125,12 @@ def test_replaced_networks_of_the_evaluation_count(tmp_path, monkeypatch):
     Path("weights.pth").write_text("2")
     Path("real.npz").write_text("2")
     assert all(describe(plain, stage)["key"] != before[stage] for stage in before)
+
+
+def test_links_to_nothing_do_not_count(read):
+    before = hash_contents(["photos"])
+    Path("photos/a/loop.png").symlink_to("loop.png")
+    Path("photos/a/absent.png").symlink_to("nowhere")
+    Path("photos/a/inside.png").symlink_to("0.bmp/x")
+    os.mkfifo("photos/a/pipe.png")
+    assert hash_contents(["photos"]) == before

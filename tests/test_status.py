@@ -14,10 +14,11 @@ import pytest
 
 from kairos import slurm
 from kairos.cli import main
-from kairos.config import freeze, validate
+from kairos.config import freeze, load, validate
 from kairos.files import hash_folder, write_json, write_record
 from kairos.status.run_progress import RunProgress, list_run_progress, load_outline
 from kairos.training.job import ProgressFile
+from kairos.validity import Result, Validity
 from training_case import experiment, make_latents, train
 from training_case import write_experiment as write_case
 
@@ -263,9 +264,12 @@ def test_states_of_earlier_settings_are_deleted_on_request(capsys: pytest.Captur
     assert len(states) == 4
     (Path("results/case/methods/uniform/seed0/.state") / ("0" * 15)).mkdir()  # no state: an identity has 16 digits
 
-    (Path("results/case/latents/record.json")).rename("record.json")
-    assert "0 deleted" in discard_unused(capsys, file)  # the data of the experiment are unknown
-    Path("record.json").rename("results/case/latents/record.json")
+    assert "0 deleted" in discard_unused(capsys, file)  # the latents are not those of the experiment
+    for name in ("dataset", "autoencoder"):
+        write_record(Path(f"results/case/{name}/record.json"), {})
+    for result in map(Result, ("prepare", "autoencoder", "encode")):
+        validity = Validity(load(file), "results/case")  # reads a record once
+        validity.add_computed_from(result, validity.describe(result))
     with locked(Path("results/case/methods/p2/seed0/.state/lock")):
         assert "2 deleted" in discard_unused(capsys, file)  # of uniform alone
     assert "1 deleted" in discard_unused(capsys, file, "--method", "p2")

@@ -442,17 +442,6 @@ def _replace(path: Path, new: Path) -> Path:
     return old_folder
 
 
-def link_tree(source: Path, target: Path) -> None:
-    """Create a folder atomically at `target`, with links to all files below `source`, or copies, see `link_file`.
-
-    Empty folders are left out. An existing folder at `target` is replaced and deleted.
-    """
-    with atomic_folder(target) as folder:
-        for file in sorted(source.rglob("*")):
-            if file.is_file():
-                link_file(file, folder / file.relative_to(source))
-
-
 def link_file(source: Path, target: Path) -> None:
     """Create or replace `target` atomically by a hard link to `source`, or by a copy if it cannot be linked.
 

@@ -4,6 +4,7 @@
 times. If these are unchanged, the folder is not read again.
 """
 
+import errno
 import os
 import stat
 import time
@@ -17,6 +18,7 @@ from kairos.files import glance, sha256_file, sha256_json, write_json
 from kairos.progress import ProgressBar
 
 _INDEX = Path(".kairos/outside_files.json")
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # errors of links to nothing
 _SAVE_SECONDS = 30.0  # between two writes of the index, so that a killed process loses little
 
 
@@ -108,6 +110,8 @@ def _describe(path: Path | str) -> list[int]:
     """Return size and time of a file; empty for a link to nothing, a pipe or a device."""
     try:
         status = os.stat(path)  # one call for a file, since there may be millions
-    except FileNotFoundError:
-        return []
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return []
+        raise
     return [status.st_size, status.st_mtime_ns] if stat.S_ISREG(status.st_mode) else []

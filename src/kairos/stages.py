@@ -225,7 +225,7 @@ STAGES = (
         "analyse",
         command="kairos.cli.analyse",
         description="write table and figure of an analysis, or measure one snapshot",
-        needs=("measure", "train", "evaluate"),  # one of these, see `_READ_BY_ANALYSIS`
+        needs=("measure", "train", "evaluate"),  # at most one of these, see `_READ_BY_ANALYSIS`
         fields=("analysis", "methods"),
         code=("kairos.report.analysis_figures",),
         components=("analysis",),
@@ -256,11 +256,8 @@ STAGES = (
         is_summary=True,
     ),
 )
-_READ_BY_ANALYSIS = {  # by its `reads`
-    "snapshot": "measure",
-    "strategies": "train",
-    "evaluations": "evaluate",
-}  # by `reads` of an analysis
+# stage that an analysis reads, by its `reads`
+_READ_BY_ANALYSIS = {"snapshot": "measure", "strategies": "train", "evaluations": "evaluate"}
 
 RUN_FOLDERS = "methods/*/seed*"  # pattern of the folders of training runs below a folder of results
 
@@ -301,8 +298,9 @@ LEFT_OUT = {  # modules whose code changes no result, with the reason
 
 
 def list_stages(experiment: Any) -> dict[str, Stage]:
-    """Return the stages of an `Experiment` by name, in their order, with the needed stages that it has.
+    """Return the stages of an `Experiment` by name, in the order of the table.
 
+    ``needs`` of each stage lists only stages of the experiment.
     A stage is left out if its section is null or not enabled. Instead of ``analyse``, each analysis NAME has a stage
     ``analyse_NAME`` and, if it measures snapshots, ``measure_NAME``.
     """

@@ -28,8 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: the experiment file is not valid, or lacks the stage or the method; or ``--unused-states`` is
-            combined with ``--stage``. For `accept`, settings or
-            inputs of a result differ; no record is changed then.
+            combined with ``--stage``. For `accept`, settings or inputs of a result differ; no record is changed then.
         KairosError: a run of the workflow computes these results.
     """
     from kairos.config import load

@@ -138,7 +138,7 @@ class Job:
     def record(self, result: "Result", computed_from: dict[str, Any], *files: Path, **fields: Any) -> None:
         """Record what a result was computed from, and the hashes of its files if its stage writes no record itself.
 
-        `fields` are further fields of a record of files.
+        `fields` are further fields of that record, and are allowed only with files.
         """
         path = self.validity.path(result)
         if files:

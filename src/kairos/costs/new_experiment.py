@@ -30,7 +30,7 @@ from kairos.evaluation.separation import ENOUGH_IMAGES
 from kairos.files import read_entries, read_json
 from kairos.progress import duration, log
 from kairos.report.formatting import format_count, load_template
-from kairos.stages import STAGES, TRAIN, list_stages
+from kairos.stages import TRAIN, Stage, list_stages
 from kairos_timesteps.errors import KairosError, demand
 
 FEWEST_IMAGES = 40
@@ -41,7 +41,6 @@ _SHORT_RUN = {"steps": 120, "images": 2000, "autoencoder": 100, "extractor": 60}
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")  # surrogates, by which Python represents bytes of a path that are not UTF-8
 # line ends, and characters that YAML rejects
 _NOT_IN_COMMENT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
-_STAGES = {row.name: row for row in STAGES}
 
 
 @dataclass(frozen=True)
@@ -232,9 +231,10 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
         _run_snakemake(short_form, snakefile, folder=Path(folder), cores=facts.machine.cores)
         seconds = time.monotonic() - begin
         results = Path(folder, "results", experiment.experiment)
+        stages = list_stages(experiment)
         for stage, factor in factors.items():
-            stage_rounds = rounds if _STAGES[stage].of_run else 1
-            seconds += (factor - 1) * _mean_job_seconds(results, stage) * stage_rounds
+            stage_rounds = rounds if stages[stage].of_run else 1
+            seconds += (factor - 1) * _mean_job_seconds(results, stages[stage]) * stage_rounds
         seconds_per_step = rounds * _mean_step_seconds(results)  # seconds of a step of all methods
 
     # spend the remaining time on training steps; `seconds` includes the steps of the short run
@@ -328,14 +328,12 @@ def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores:
         raise KairosError(f"kairos new: the short run failed:\n{''.join(output)[-3000:]}")
 
 
-def _mean_job_seconds(results: Path, stage: str) -> float:
-    """Return the mean wall time of a stage's jobs in seconds, without start-up, from their timing records.
-
-    The caller ensures that the stage has run.
-    """
-    pattern = f"{stage}/*/*.json" if _STAGES[stage].of_run else f"{stage}.json"
+def _mean_job_seconds(results: Path, stage: Stage) -> float:
+    """Return the mean wall time of a stage's jobs in seconds, without start-up; 0 if they record no times."""
+    pattern = f"{stage.name}/*/*.json" if stage.of_run else f"{stage.name}.json"
     records = [read_json(file) for file in (results / "timing").glob(pattern)]
-    return float(statistics.mean(record["wall_seconds"] - record["startup_wall_seconds"] for record in records))
+    seconds = [record["wall_seconds"] - record["startup_wall_seconds"] for record in records]
+    return float(statistics.mean(seconds)) if seconds else 0.0
 
 
 def _record(lines: Iterable[str], recorded: list[str]) -> Iterator[str]:

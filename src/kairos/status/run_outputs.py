@@ -103,8 +103,11 @@ def _find_changed_stages(outline: Outline, stages: list[str]) -> dict[str, list[
     """Return those stages that are outdated, by what has changed since they were computed."""
     changes: dict[str, list[str]] = {}
     for name in stages:
-        stage_changes = outline.validity.find_changes(Result(name)) if outline.validity else ()
-        if stage_changes and name not in ("report", "track"):  # these follow from the other results
+        validity = outline.validity
+        if validity is None or validity.stages[name].is_summary:  # summaries follow from the other results
+            continue
+        stage_changes = validity.find_changes(Result(name))
+        if stage_changes:
             changes.setdefault(format_changes(stage_changes), []).append(name)
     return changes
 
@@ -114,7 +117,7 @@ def _describe_other_code(outline: Outline) -> list[str]:
     validity = outline.validity
     if validity is None:
         return []
-    names = [name for name in validity.stages if name not in ("report", "track")]
+    names = [row.name for row in validity.stages.values() if not row.is_summary]
     results = [result for name in names for result in validity.list_results(name) if validity.record(result)]
     count = sum(map(validity.differs_by_code_only, results))
     if count == 0:

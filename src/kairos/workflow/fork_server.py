@@ -44,9 +44,8 @@ from kairos import devices, portable, process_exit, resource_usage
 from kairos.stages import STAGES
 from kairos.training.launch import die_with_parent
 
-FORKED_STAGES = frozenset(
-    row.name for row in STAGES if row.computes_on
-)  # those with PyTorch, whose import takes seconds
+# stages with PyTorch, whose import takes seconds
+FORKED_STAGES = frozenset(row.name for row in STAGES if row.computes_on)
 _SOCKET_VARIABLE = "KAIROS_PRELOADED"  # environment variable with the path of the server's socket
 # stages whose jobs import diffusers if the experiment has an autoencoder
 _AUTOENCODER_STAGES = frozenset(row.name for row in STAGES if "autoencoder" in (row.name, *row.needs)) & FORKED_STAGES

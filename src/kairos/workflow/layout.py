@@ -155,11 +155,6 @@ class Layout:
             return []
         return [f"{number}of{count}" for number in range(1, count + 1)]
 
-    def stage_rules(self, stage: str) -> list[str]:
-        """Return a stage's rule names without suffixes of segments: STAGE and, if it is split, ``STAGE_shards``."""
-        # rule STAGE_shards computes the shards, and rule STAGE then merges them
-        return [stage, f"{stage}_shards"] if self.shards(stage) else [stage]
-
     def sampling_group(self, segment: Segment) -> str:
         """Return the group, with Snakemake wildcards, in which a scheduler samples and evaluates a segment as one job.
 
@@ -208,9 +203,8 @@ class Layout:
     def count_jobs(self) -> dict[str, int]:
         """Return the number of jobs of each rule by its name without a suffix; segments of a rule are added up.
 
-        The order is: shared stages, stages of training runs, ``measure_NAME`` and then ``analyse_NAME`` of the
-        analyses, ``report``, and ``track`` if tracking is enabled. A rule ``STAGE_shards``, which computes shards,
-        follows its stage. Rules without jobs, and rule ``all``, are left out.
+        The order is that of `stages`. A rule ``STAGE_shards``, which computes shards, follows its stage. The target
+        ``all`` is left out.
         """
         counts: dict[str, int] = {}
         for name, row in self.stages.items():
@@ -240,7 +234,8 @@ class Layout:
 
         Args:
             stage: name of the stage.
-            segment: segment of the training run; None: the job has one result, of a run that of snapshot ``{step}``.
+            segment: segment of the training run; None: the job has one result. If the stage is `of_run`, it is that of
+                the snapshot in wildcard ``{step}``.
         """
         return self._record_paths(stage, segment.snapshots if segment else ["{step}"])
 
@@ -294,7 +289,7 @@ class Layout:
         return [*map(self._record_path, results), *self._list_report_files()]
 
     def _list_report_files(self) -> list[str]:
-        """Return the paths of the files without records that the report reads: sample grids, metrics, analyses."""
+        """Return the paths of other files that the report reads: metrics, sample grids, tables and figures."""
         paths = []
         for method, seed in self.trainings:
             folder = self.training_folder(method, seed)
@@ -332,9 +327,9 @@ class Layout:
         return list_paths
 
     def inputs(self, stage: str, segment: Segment | None = None) -> Callable[[Any], list[str]]:
-        """Return the input function of a stage's rule: `records` of `input_paths`.
+        """Return the input function of a stage's rule: the files that the job reads, and `OUTDATED` if it has to run.
 
-        If a result of the job is not valid, `OUTDATED` is an input, too. For `segment` see `outputs`.
+        A job has to run if one of its results is not valid. For `segment` see `outputs`, for the files `records`.
         """
         list_records = self.records(*self.input_paths(stage, segment))
 

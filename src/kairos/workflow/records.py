@@ -2,12 +2,12 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kairos.files import glance, write_record
-from kairos.stages import TRAIN, run_folder
+from kairos.progress import log
+from kairos.stages import ENCODE, TRAIN, run_folder
 from kairos.training.run_folder import lock_run_folder
 from kairos.validity import (
     Result,
@@ -119,8 +119,8 @@ def discard(experiment: Any, results: Path, stage: str | None, method: str | Non
 def discard_unused_states(experiment: Any, results: Path, method: str | None) -> list[str]:
     """Delete the states of training runs that no run resumes, since they are of earlier settings or code.
 
-    Published results stay. Runs that a process trains are left out, and all runs without latents, since a state is
-    named by its data.
+    Published results stay. A run that a process trains is left out, with a message. A state is named by its data, so no
+    state is deleted unless the latents are those of the present experiment.
 
     Args:
         experiment: the experiment.
@@ -136,15 +136,20 @@ def discard_unused_states(experiment: Any, results: Path, method: str | None) ->
     """
     validity = Validity(experiment, results)
     runs = {(result.method, result.seed) for result in _select(validity, TRAIN.name, method)}
-    deleted = []
+    deleted: list[str] = []
+    if not validity.is_valid(Result(ENCODE.name)):
+        return deleted
     with lock_results(results):
         for name, seed in sorted((str(name), int(seed or 0)) for name, seed in runs):
             folder = run_folder(results, name, seed)
             used = {state_folder(folder, identity) for identity in validity.identities(name, seed)}
             unused = sorted({*folder.glob(f".state/{'?' * 16}")} - used) if used else []
             if unused:
-                with suppress(KairosError), lock_run_folder(folder / ".state"):
-                    deleted += _delete(unused)
+                try:
+                    with lock_run_folder(folder / ".state"):
+                        deleted += _delete(unused)
+                except KairosError as error:  # such as a process that trains the run
+                    log(str(error))
     return deleted
 
 
