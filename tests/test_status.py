@@ -275,6 +275,7 @@ def test_states_of_earlier_settings_are_deleted_on_request(capsys: pytest.Captur
     assert "1 deleted" in discard_unused(capsys, file, "--method", "p2")
     assert [path.name for path in Path("results/case").glob("methods/*/seed?/.state/" + "?" * 16)] == [kept]
     assert hash_folder(Path("results/case/methods/uniform/seed0/snapshots")) == outputs
+    Path("results/case/dataset/record.json").unlink()  # of no data set
     assert train(now, "uniform", 0, Path("results/case/methods/uniform/seed0"), latents, [0, 2])["steps_run"] == 0
 
 
