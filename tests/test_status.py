@@ -265,8 +265,6 @@ def test_states_of_earlier_settings_are_deleted_on_request(capsys: pytest.Captur
     (Path("results/case/methods/uniform/seed0/.state") / ("0" * 15)).mkdir()  # no state: an identity has 16 digits
 
     assert "0 deleted" in discard_unused(capsys, file)  # the latents are not those of the experiment
-    for name in ("dataset", "autoencoder"):
-        write_record(Path(f"results/case/{name}/record.json"), {})
     for result in map(Result, ("prepare", "autoencoder", "encode")):
         validity = Validity(load(file), "results/case")  # reads a record once
         validity.add_computed_from(result, validity.describe(result))
@@ -275,7 +273,6 @@ def test_states_of_earlier_settings_are_deleted_on_request(capsys: pytest.Captur
     assert "1 deleted" in discard_unused(capsys, file, "--method", "p2")
     assert [path.name for path in Path("results/case").glob("methods/*/seed?/.state/" + "?" * 16)] == [kept]
     assert hash_folder(Path("results/case/methods/uniform/seed0/snapshots")) == outputs
-    Path("results/case/dataset/record.json").unlink()  # of no data set
     assert train(now, "uniform", 0, Path("results/case/methods/uniform/seed0"), latents, [0, 2])["steps_run"] == 0
 
 
