@@ -265,6 +265,7 @@ def test_states_of_earlier_settings_are_deleted_on_request(capsys: pytest.Captur
     (Path("results/case/methods/uniform/seed0/.state") / ("0" * 15)).mkdir()  # no state: an identity has 16 digits
 
     assert "0 deleted" in discard_unused(capsys, file)  # the latents are not those of the experiment
+    write_record(Path("results/case/autoencoder/record.json"), {})
     for result in map(Result, ("prepare", "autoencoder", "encode")):
         validity = Validity(load(file), "results/case")  # reads a record once
         validity.add_computed_from(result, validity.describe(result))
