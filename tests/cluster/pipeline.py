@@ -33,7 +33,7 @@ class Pipeline:
     """A copy of the repository whose experiment runs on SLURM."""
 
     def __init__(self, folder: Path):
-        self.copy = Copy(folder)
+        self.copy = Copy.at(folder) if folder.exists() else Copy(folder)
         self.folder = self.copy.folder
         self.tiny: dict[str, Any] = yaml.safe_load((folder / "tests/cluster/tiny.yaml").read_text())
         self._runs = 0
@@ -74,9 +74,9 @@ class Pipeline:
         """Return a training run of the pipeline."""
         return Training(self.folder, method, seed)
 
-    def to_do(self) -> dict[str, int]:
-        """Return the number of jobs that Snakemake would run, by rule."""
-        return self.copy.to_do(config=CONFIG)
+    def to_do(self, *arguments: str) -> dict[str, int]:
+        """Return the number of jobs that Snakemake would run with the SLURM profile, by rule."""
+        return self.copy.to_do("--profile", "profiles/slurm", *arguments, config=CONFIG)
 
 
 def _interruptible() -> None:
