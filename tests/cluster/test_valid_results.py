@@ -193,7 +193,7 @@ def test_deleted_and_damaged_results_are_computed_again(pipeline: Pipeline) -> N
 
 
 def test_a_forced_job_replaces_damaged_files(pipeline: Pipeline) -> None:
-    """Without it Snakemake plans nothing, because the record is unchanged. Forced jobs of intact results compute nothing."""
+    """Nothing else plans the job, because the record is unchanged. Forced jobs of intact results compute nothing."""
     samples = f"{RUN}/samples/0000040.npz"
     before = damage(pipeline, samples)
     assert to_do(pipeline) == set()
