@@ -21,7 +21,8 @@ from kairos.data.pixels import to_float
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.shards import Shard
-from kairos.stages import list_sections, list_stages, select_fields
+from kairos.stage_keys import list_sections, select_fields
+from kairos.stages import list_stages
 from kairos_timesteps.errors import ConfigError, KairosError
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from kairos import devices
 from kairos.cli import main
 from kairos.config import freeze, load, plugins, validate
 from kairos.files import DamagedError, read_json
-from kairos.stages import TRAIN, hash_stage_code
+from kairos.stage_keys import hash_stage_code
+from kairos.stages import TRAIN
 from kairos.training.settings import read_run_settings
 from kairos.validity import Validity, describe_training, training_identity
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
@@ -352,8 +353,9 @@ def test_a_run_with_a_plugin_rejects_code_that_was_edited_since_its_start(folder
     status, output = train(frozen, "first")
     assert status == 0, output
     record = read_json("first/training.json")
-    assert record["computed_from"]["fields"]["method"]["sampler"]["name"] == "test_power" and hashes(Path("first"))
-    assert read_json("first/snapshots/0000004/snapshot.json")["config"]["plugins"] == ["my_strategies.py"]
+    snapshot = read_json("first/snapshots/0000004/snapshot.json")
+    assert snapshot["computed_from"]["fields"]["method"]["sampler"]["name"] == "test_power" and hashes(Path("first"))
+    assert snapshot["config"]["plugins"] == ["my_strategies.py"]
 
     edit("p**self.exponent", "p")
     status, output = train(frozen, "second")

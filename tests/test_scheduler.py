@@ -28,7 +28,7 @@ import json, os, sys
 from pathlib import Path
 import smart_open
 import kairos.workflow.layout
-from kairos.stages import hash_modules
+from kairos.stage_keys import hash_modules
 from snakemake.api import SnakemakeApi
 from snakemake.settings.types import ConfigSettings, OutputSettings, ResourceSettings
 
