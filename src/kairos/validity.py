@@ -154,12 +154,13 @@ class Validity:
         stages: stages of the experiment by name.
         snapshot_records: reader of the snapshots' records, which share the experiment.
         record: function of a `Result`. It returns the result's record, empty if it is missing or damaged.
+        find_result: function of a path. It returns the result whose record is there; None: there is none.
         find_changes: function of a `Result`, see `_find_changes`.
         is_valid: function of a `Result`. It returns True if the result and all results that it needs are unchanged.
         has_other_code: function of a `Result`. It returns True if other code, accepted or not, computed the result or
             one that it needs.
         describe_stage: function of the name of a stage, and of a method for training. It returns fields, code, outside,
-            paths and key. These five functions are cached.
+            paths and key. These six functions are cached.
     """
 
     def __init__(self, experiment: Any, results: Path | str, reads_outside: bool = False):
@@ -170,6 +171,7 @@ class Validity:
         self.snapshot_records = RecordReader("config")
         # caches of this object, which a decorated method would keep alive
         self.record = cache(self._read)
+        self.find_result = cache(self._find_result)
         self.find_changes = cache(self._find_changes)
         self.describe_stage = cache(self._describe_stage)
         self.has_other_code = cache(self._find_other_code)
@@ -180,7 +182,7 @@ class Validity:
         names = {"method": result.method, "seed": result.seed, "snapshot": result.snapshot}
         return self.results / self.stages[result.stage].record_path.format(**names)
 
-    def find_result(self, path: str) -> Result | None:
+    def _find_result(self, path: str) -> Result | None:
         """Return the result whose record is at a path; None: there is none."""
         relative_path = os.path.relpath(path, self.results)
         for stage, pattern in self._patterns.items():
