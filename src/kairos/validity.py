@@ -154,13 +154,14 @@ class Validity:
         stages: stages of the experiment by name.
         snapshot_records: reader of the snapshots' records, which share the experiment.
         record: function of a `Result`. It returns the result's record, empty if it is missing or damaged.
+        content: function of a `Result`. It returns the content of the result; None if its record is missing or damaged.
         find_result: function of a path. It returns the result whose record is there; None: there is none.
         find_changes: function of a `Result`, see `_find_changes`.
         is_valid: function of a `Result`. It returns True if the result and all results that it needs are unchanged.
         has_other_code: function of a `Result`. It returns True if other code, accepted or not, computed the result or
             one that it needs.
         describe_stage: function of the name of a stage, and of a method for training. It returns fields, code, outside,
-            paths and key. These six functions are cached.
+            paths and key. These seven functions are cached.
     """
 
     def __init__(self, experiment: Any, results: Path | str, reads_outside: bool = False):
@@ -171,6 +172,7 @@ class Validity:
         self.snapshot_records = RecordReader("config")
         # caches of this object, which a decorated method would keep alive
         self.record = cache(self._read)
+        self.content = cache(self._hash_content)
         self.find_result = cache(self._find_result)
         self.find_changes = cache(self._find_changes)
         self.describe_stage = cache(self._describe_stage)
@@ -227,7 +229,7 @@ class Validity:
         runs = product(methods, self.experiment.seeds, map(step_name, steps))
         return [Result(stage, method, seed, snapshot) for method, seed, snapshot in runs]
 
-    def content(self, result: Result) -> str | None:
+    def _hash_content(self, result: Result) -> str | None:
         """Return the content of a result; None if its record is missing or damaged."""
         record = self.record(result)
         return content(self.stages[result.stage], record) if record else None
