@@ -13,6 +13,7 @@ from kairos.data import image_grid
 from kairos.library_components import LibraryComponent
 from kairos.sampling import generate, sample
 from kairos.sampling.conditions import load_conditions
+from kairos.sampling.samples_file import hash_samples, write_samples
 from kairos.sampling.settings import SOLVERS, resolve_solver
 from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
 from kairos_timesteps import components
@@ -516,3 +517,20 @@ def test_option_device_replaces_the_device_of_the_training_run(tmp_path, monkeyp
         assert main([*arguments, "--device", "tpu"]) == 2
         assert "--device: got 'tpu', allowed: auto, cpu, cuda, cuda:N" in capsys.readouterr().err
     assert devices == ["cuda:1", None] * 2
+
+
+def test_the_hash_of_samples_is_that_of_their_arrays_and_of_the_pixels_of_their_picture(tmp_path):
+    samples, picture = tmp_path / "samples.npz", tmp_path / "samples.png"
+
+    def hash_of(pixel: int, seed: int, level: int = 6) -> str:
+        images = np.full((2, 4, 4, 1), pixel, np.uint8)
+        write_samples(samples, images, {"seed": seed})
+        Image.fromarray(images[0, ..., 0]).save(picture, compress_level=level)
+        return hash_samples(samples, picture)
+
+    first = hash_of(7, seed=0)
+    assert hash_of(7, seed=0, level=0) == first  # other bytes of equal pixels
+    assert len({first, hash_of(8, seed=0), hash_of(7, seed=1)}) == 3
+    write_samples(samples, np.full((2, 4, 4, 1), 7, np.uint8), {"seed": 0})
+    Image.new("L", (4, 4), 8).save(picture)
+    assert hash_samples(samples, picture) != first  # another picture of equal samples

@@ -134,10 +134,8 @@ def _sample_run(arguments: argparse.Namespace, job: Job) -> None:
     Raises:
         KairosError: a file is missing or damaged; the files of earlier snapshots remain.
     """
-    from PIL import Image
-
-    from kairos.files import hash_npz, sha256_bytes, sha256_json
     from kairos.sampling import sample
+    from kairos.sampling.samples_file import hash_samples
     from kairos.validity import Result
 
     experiment, folder = job.experiment, job.run_folder
@@ -168,9 +166,7 @@ def _sample_run(arguments: argparse.Namespace, job: Job) -> None:
     def record(sampling_job: sample.SamplingJob) -> None:
         if job.shard is None and sampling_job.grid is not None:
             result = jobs[sampling_job]
-            with Image.open(sampling_job.grid) as picture:
-                pixels = sha256_bytes(picture.tobytes())
-            content = sha256_json({"arrays": hash_npz(sampling_job.out), "picture": pixels})
+            content = hash_samples(sampling_job.out, sampling_job.grid)
             job.record(result, outdated[result], sampling_job.out, sampling_job.grid, content_sha256=content)
 
     sample.run(list(jobs), request, finished=record)

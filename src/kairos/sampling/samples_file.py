@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
+from PIL import Image
 
 from kairos import resource_usage
 from kairos.array_shapes import ImageArray, ImageBatch
 from kairos.data.arrays import ArrayFile, iterate_blocks, write_npy_header
-from kairos.files import atomic
+from kairos.files import atomic, hash_npz, sha256_bytes, sha256_json
 from kairos.shards import AGAIN, order_shards
 from kairos_timesteps.errors import KairosError
 
@@ -119,6 +120,12 @@ def open_samples(path: Path) -> SamplesFile:
             f"{path}: images: got {images.dtype} {images.shape}, allowed: uint8, N×H×W×C with 1 or 3 channels"
         )
     return SamplesFile(images, protocol, conditions)
+
+
+def hash_samples(samples: Path, picture: Path) -> str:
+    """Return the hash of the arrays in a file of samples and of the pixels of their picture."""
+    with Image.open(picture) as image:
+        return sha256_json({"arrays": hash_npz(samples), "picture": sha256_bytes(image.tobytes())})
 
 
 def merge_shards(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[ImageBatch]:
