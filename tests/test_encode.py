@@ -405,7 +405,7 @@ def test_only_latents_depend_on_their_data_type(kind):
     assert default == explicit
     assert validate(half.plain()).autoencoder.dtype == half.plain()["autoencoder"]["dtype"] == "float16"
     for name, row in list_stages(default).items():
-        method = "uniform" if row.of_run else None
+        method = "uniform" if row.per_snapshot else None
         before, after = (select_fields(row, list_sections(experiment, row, method)) for experiment in (default, half))
         assert (before != after) == (name in ("encode", "report")), name
         if name == "encode":

@@ -19,7 +19,7 @@ ROW = """    Stage(
         fields=("training.threads",),
         code=("kairos.brightness",),
         record_path="brightness/record.json",
-        content=("mean",),
+        content_fields=("mean",),
     ),
 """
 RULE = """# Mean brightness of the images.

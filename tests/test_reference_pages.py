@@ -49,9 +49,9 @@ def to_regex(pattern: str) -> re.Pattern[str]:
 def documented_files() -> list[str]:
     """Return the names of the page's two tables, relative to results/<experiment>/."""
     page = (ROOT / "docs/reference/files.md").read_text(encoding="utf-8")
-    of_experiment, of_run = page.partition("## Columns")[0].split("## Files of a training run")
+    of_experiment, per_snapshot = page.partition("## Columns")[0].split("## Files of a training run")
     names = []
-    for prefix, part in (("", of_experiment), (RUN, of_run)):
+    for prefix, part in (("", of_experiment), (RUN, per_snapshot)):
         for cell in re.findall(r"^\| (`.*?`) \|", part, re.MULTILINE):
             names += [prefix + name for name in re.findall(r"`(.+?)`", cell)]
     names.remove(RUN)  # the folder, whose files are in the second table
@@ -65,7 +65,7 @@ def declared_files() -> set[str]:
     files = layout.input_paths("report")
     validity = Validity(experiment, layout.results)
     for row in validity.stages.values():
-        for result in validity.list_results(row.name) if row.of_analysis and row.of_run else ():
+        for result in validity.list_results(row.name) if row.per_analysis and row.per_snapshot else ():
             record = validity.path(result)
             files += [record.as_posix(), record.with_suffix(".csv").as_posix()]
     return {file.removeprefix(f"{layout.results}/") for file in files}

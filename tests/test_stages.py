@@ -128,7 +128,7 @@ def test_every_module_counts_or_has_a_reason() -> None:
     """A module that training, sampling or evaluation import is in their code, or in `LEFT_OUT`."""
     for name in ("prepare", "encode", "train", "sample", "evaluate"):
         row = stages.list_stages(CASE)[name]
-        sections = stage_keys.list_sections(CASE, row, "uniform" if row.of_run else None)
+        sections = stage_keys.list_sections(CASE, row, "uniform" if row.per_snapshot else None)
         modules = stage_keys.list_modules(row, sections)
         code = f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\nprint(*sys.modules)"
         imported = subprocess.run(

@@ -1,6 +1,7 @@
 """Snapshots: weights exported at a training step, in self-describing folders that diffusers opens.
 
-Sampling, evaluation and users read them. A milestone is a step at which a snapshot is exported.
+Sampling, evaluation and users read them. A milestone is the length of
+training at which a snapshot is exported; `Experiment.milestones` converts milestones to steps, and adds step 0.
 """
 
 from collections.abc import Mapping

@@ -24,7 +24,7 @@ def list_sections(experiment: Any, stage: Stage, method: str | None = None) -> S
     Args:
         experiment: the resolved experiment, an `Experiment`.
         stage: the stage.
-        method: name of the job's method; None: the stage is not `of_run`, or its fields do not depend on the method.
+        method: name of the job's method; None: the fields of the stage do not depend on the method.
     """
     sections = {name: getattr(experiment, name) for name in type(experiment).model_fields}
     if method is not None:
@@ -59,9 +59,9 @@ def select_fields(stage: Stage, sections: Sections) -> Fields:
 
 
 def resolve_schedule(training: Fields) -> Fields:
-    """Return the schedule of section `training`; one that ends at the last milestone gets this length.
+    """Return the schedule of section `training`, with the last milestone as the length if option `length` is None.
 
-    The milestone is as the experiment file states it, so ``10 epochs`` differs from the equal number of steps.
+    The milestone is not converted to steps, so ``10 epochs`` differs from the equal number of steps.
     """
     schedule: Fields = training["schedule"]
     is_open = "length" in schedule and schedule["length"] is None

@@ -1,6 +1,6 @@
 """Table of stages: what decides the results of each stage, and which command computes them.
 
-The command line, the workflow, `kairos plan`, `kairos status`, `kairos new`, the report and the recording loop over it.
+The command line, the workflow, `kairos plan`, `status`, `new` and `record`, and the report iterate over it.
 A new stage is a row here, a rule file ``workflow/rules/STAGE.smk`` and a module. `kairos.stage_keys` selects the fields
 of a stage and hashes its code. This module imports nothing of kairos, because every command imports it.
 """
@@ -23,16 +23,17 @@ class Stage:
         needs: stages whose results it reads. Stages that the experiment lacks are ignored.
         fields: sections and fields of the experiment that its results depend on. ``method`` stands for sampler,
             weighting and coupling of a method, ``analysis`` for the options of an analysis.
-        no_effect: parts of these fields that change no result of the stage, with the reason.
+        no_effect: parts of these fields that are left out, as they change no result beyond rounding, with the reason.
         code: modules that compute the results; all that they import is included, except `LEFT_OUT`.
         components: fields that select components, whose code is included.
         record_path: path of the result's record in the folder of results, with the names of method, seed and snapshot.
-        content: fields of the record that describe the result, such as the hashes of its files.
-        of_run: True if every snapshot of a training run has results of its own; False: one result for the experiment.
+        content_fields: fields of the record whose hash is the content of the result, see `validity.content`.
+        per_snapshot: True: one result for each snapshot of each training run; False: one result for the experiment.
         computes_on: ``gpu`` or ``cpu``, where PyTorch computes the results; empty: without PyTorch.
-        of_analysis: True if every analysis of the experiment has a stage of its own.
+        per_analysis: True: one stage for each analysis of the experiment.
         section: section of the experiment without which the stage is left out, see `list_stages`.
-        is_summary: True if the results contain clock times, so that they differ between equal runs.
+        is_summary: True if the result only presents other results, with clock times, so that it differs between equal
+            runs. `kairos record` leaves it out, as do `accept` and `discard` unless ``--stage`` names it.
     """
 
     name: str
@@ -44,9 +45,9 @@ class Stage:
     code: tuple[str, ...] = ()
     components: tuple[str, ...] = ()
     record_path: str = ""
-    content: tuple[str, ...] = ("files",)
-    of_run: bool = False
-    of_analysis: bool = False
+    content_fields: tuple[str, ...] = ("files",)
+    per_snapshot: bool = False
+    per_analysis: bool = False
     computes_on: Literal["", "cpu", "gpu"] = ""
     section: str = ""
     is_summary: bool = False
@@ -68,7 +69,7 @@ STAGES = (
         },
         code=("kairos.data.prepare",),
         record_path="dataset/record.json",
-        content=("content_sha256",),
+        content_fields=("content_sha256",),
     ),
     Stage(
         "autoencoder",
@@ -83,7 +84,7 @@ STAGES = (
         code=("kairos.autoencoders.train_or_load", "kairos.compute"),
         record_path="autoencoder/record.json",
         computes_on="gpu",
-        content=("sha256", "scaling_factor", "shift_factor"),
+        content_fields=("sha256", "scaling_factor", "shift_factor"),
     ),
     Stage(
         "text",
@@ -95,7 +96,7 @@ STAGES = (
         record_path="text/record.json",
         section="text_encoder",
         computes_on="gpu",
-        content=("content_sha256",),
+        content_fields=("content_sha256",),
     ),
     ENCODE := Stage(
         "encode",
@@ -112,7 +113,7 @@ STAGES = (
         code=("kairos.autoencoders.encode", "kairos.compute"),
         record_path="latents/record.json",
         computes_on="gpu",
-        content=("content_sha256",),
+        content_fields=("content_sha256",),
     ),
     EXTRACTOR := Stage(
         "extractor",
@@ -124,7 +125,7 @@ STAGES = (
         components=("evaluation.extractor",),
         record_path="extractor/record.json",
         computes_on="cpu",
-        content=("name", "metric", "sha256", "check"),
+        content_fields=("name", "metric", "sha256", "check"),
     ),
     REFERENCE := Stage(
         "reference",
@@ -140,7 +141,7 @@ STAGES = (
         components=("evaluation.extractor", "evaluation.possible_image_metrics"),
         record_path="reference/record.json",
         computes_on="gpu",
-        content=(
+        content_fields=(
             *("content_sha256", "rows", "extractor_hash", "reference", "metrics", "num_samples", "sets", "eval_seed"),
             *("precision", "validation"),
         ),
@@ -152,11 +153,11 @@ STAGES = (
         needs=("encode",),
         fields=("model", "diffusion", "method", "training"),
         no_effect={
-            "training.processes": "sums in another order; for couplings by rank see `select_fields`",
+            "training.processes": "the global batch is drawn; they count for couplings by rank, see `select_fields`",
             "training.nodes": "machines of the processes",
             "training.trainings_per_gpu": "runs that share a GPU",
             "training.device": "the type of the device in use counts instead",
-            "training.milestones": "steps that are exported; as the end of a schedule, the last one is its length",
+            "training.milestones": "select the exported steps; a schedule without length contains the last one",
             "training.segments": "jobs of a run, which resumes exactly",
             "training.checkpoint_every": "states from which a run resumes exactly",
             "training.log_every": "lines of the log",
@@ -175,7 +176,7 @@ STAGES = (
         ),
         record_path=f"{RUN_FOLDER}/snapshots/{{snapshot}}/snapshot.json",
         computes_on="gpu",
-        of_run=True,
+        per_snapshot=True,
     ),
     Stage(
         "sample",
@@ -190,9 +191,9 @@ STAGES = (
         code=("kairos.sampling.sample",),
         components=(*NETWORK, "sampling.scheduler"),
         record_path=f"{RUN_FOLDER}/samples/{{snapshot}}.json",
-        content=("content_sha256",),
+        content_fields=("content_sha256",),
         computes_on="gpu",
-        of_run=True,
+        per_snapshot=True,
     ),
     Stage(
         "evaluate",
@@ -203,8 +204,8 @@ STAGES = (
         components=(*NETWORK, "evaluation.extractor", "evaluation.possible_metrics"),
         record_path=f"{RUN_FOLDER}/evaluation/{{snapshot}}.json",
         computes_on="gpu",
-        content=("metrics", "validation"),
-        of_run=True,
+        content_fields=("metrics", "validation"),
+        per_snapshot=True,
     ),
     MEASURE := Stage(
         "measure",
@@ -217,8 +218,8 @@ STAGES = (
         code=("kairos.analyses.tables",),
         components=(*NETWORK, "analysis"),
         record_path=f"{RUN_FOLDER}/analyses/{{analysis}}.{{snapshot}}.json",
-        of_run=True,
-        of_analysis=True,
+        per_snapshot=True,
+        per_analysis=True,
         computes_on="gpu",
     ),
     Stage(
@@ -230,7 +231,7 @@ STAGES = (
         code=("kairos.report.analysis_figures",),
         components=("analysis",),
         record_path="analyses/{analysis}.json",
-        of_analysis=True,
+        per_analysis=True,
         computes_on="cpu",
     ),
     Stage(
@@ -239,7 +240,7 @@ STAGES = (
         description="write table, figures and report of an experiment",
         needs=("prepare", "autoencoder", "extractor", "reference", "train", "sample", "evaluate", "analyse"),
         fields=("*",),  # all sections
-        no_effect={"tracking": "stage track imports the results", "plugins": "in the code of the methods"},
+        no_effect={"tracking": "stage track imports the results", "plugins": "their code is hashed with the methods"},
         code=("kairos.report.build",),
         record_path="report.json",
         is_summary=True,
@@ -307,7 +308,7 @@ def list_stages(experiment: Any) -> dict[str, Stage]:
     stages: dict[str, Stage] = {}
     for row in STAGES:
         section = getattr(experiment, row.section) if row.section else True
-        if row.of_analysis:
+        if row.per_analysis:
             for analysis in experiment.analyses:
                 if row is not MEASURE or analysis.reads == "snapshot":
                     stages[f"{row.name}_{analysis.name}"] = _row_of_analysis(row, analysis)

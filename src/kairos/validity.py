@@ -10,9 +10,9 @@ The record of a result contains under ``computed_from``:
     inputs    content of each result that the stage reads, by stage
     seed, device    of a training run: its seed and the type of its device
 
-`content` is the hash of the fields of a record that describe the result itself. A result is valid if its record has the
-present key, its inputs have the recorded contents, and its files exist. Seed and type of device of a training run are
-compared too, and all results that it needs are valid.
+`content` is the hash of the fields of a record that describe the result itself. A result is unchanged if its
+record has the present key, the recorded contents of its inputs are the present ones, and its files exist. It is valid
+if it and all results that it needs are unchanged. For a training run, seed and type of device must be equal too.
 
 This module imports no torch, because the workflow uses it.
 """
@@ -88,8 +88,8 @@ def format_changes(changes: Sequence[Change]) -> str:
 def describe_training(run: Any, latents: Record, device: str) -> Record:
     """Return ``computed_from`` of the snapshots of a training run.
 
-    Section ``training`` does not contain the path `start_from`, whose weights are ``outside``; only the record of the
-    snapshot is read for them.
+    In the fields, a placeholder replaces the path `start_from`. ``outside`` is the hash of the weights there, from the
+    snapshot's record; the weights are not read.
 
     Args:
         run: settings of the training run, a `RunSettings`.
@@ -102,7 +102,7 @@ def describe_training(run: Any, latents: Record, device: str) -> Record:
     """
     start = run.training.start_from
     outside = hash_start_weights(Path(start), run.model) if start else None
-    parts = _describe_stage(TRAIN, run.sections, [start] if start else [], outside)
+    parts = _build_stage_part(TRAIN, run.sections, [start] if start else [], outside)
     return {**parts, "inputs": {"encode": content(ENCODE, latents)}, "seed": run.seed, "device": device}
 
 
@@ -117,7 +117,7 @@ def training_identity(computed_from: Record) -> str:
 
 
 def find_identity(folder: Path, computed_from: Record) -> str:
-    """Return the identity of a training run: that of accepted results, if there are any, else `training_identity`."""
+    """Return the identity of a training run: that of the state accepted for it, else `training_identity`."""
     identity = training_identity(computed_from)
     accepted: str = glance(folder / _ACCEPTED).get(identity, identity)
     return accepted
@@ -135,7 +135,7 @@ def state_folder(folder: Path, identity: str) -> Path:
 
 def content(stage: Stage, record: Record) -> str:
     """Return the hash of a result: of the fields of its record that describe it, such as the hashes of its files."""
-    return sha256_json({name: record.get(name) for name in stage.content})
+    return sha256_json({name: record.get(name) for name in stage.content_fields})
 
 
 class Validity:
@@ -146,8 +146,8 @@ class Validity:
     Args:
         experiment: the experiment. If its extractor is ``auto``, the extractor in the results counts, if there is one.
         results: folder of its results.
-        reads_outside: hash the files outside of the results, such as images, if they have changed since they were
-            hashed last. Otherwise they are taken as unchanged.
+        reads_outside: True: hash the files outside of the results, such as images; unchanged files are not read again.
+            False: use the recorded hash.
 
     Attributes:
         experiment, results: the arguments.
@@ -155,7 +155,8 @@ class Validity:
         snapshot_records: reader of the snapshots' records, which share the experiment.
         record: function of a `Result`. It returns the result's record, empty if it is missing or damaged.
         content: function of a `Result`. It returns the content of the result; None if its record is missing or damaged.
-        find_result: function of a path. It returns the result whose record is there; None: there is none.
+        find_result: function of a path. It returns the result whose record has this path, also if the file does not
+            exist; None: no record of the experiment has it.
         find_changes: function of a `Result`, see `_find_changes`.
         is_valid: function of a `Result`. It returns True if the result and all results that it needs are unchanged.
         has_other_code: function of a `Result`. It returns True if other code, accepted or not, computed the result or
@@ -185,7 +186,7 @@ class Validity:
         return self.results / self.stages[result.stage].record_path.format(**names)
 
     def _find_result(self, path: str) -> Result | None:
-        """Return the result whose record is at a path; None: there is none."""
+        """Return the result whose record has a path, also if the file does not exist; None: there is none."""
         relative_path = os.path.relpath(path, self.results)
         for stage, pattern in self._patterns.items():
             match = pattern.fullmatch(relative_path)
@@ -210,7 +211,7 @@ class Validity:
         """
         needed: list[Result] = []
         for name in self.stages[result.stage].needs:
-            if not self.stages[name].of_run:
+            if not self.stages[name].per_snapshot:
                 needed.append(Result(name))
             elif result.method is not None:
                 needed.append(Result(name, result.method, result.seed, result.snapshot))
@@ -220,7 +221,7 @@ class Validity:
 
     def list_results(self, stage: str) -> list[Result]:
         """Return all results of a stage: one, or one for each snapshot of each training run."""
-        if not self.stages[stage].of_run:
+        if not self.stages[stage].per_snapshot:
             return [Result(stage)]
         methods, steps = list(self.experiment.methods), list(self.experiment.milestones)
         for analysis in self.experiment.analyses:
@@ -255,7 +256,9 @@ class Validity:
         write_record(path, {**read_record(path), "computed_from": computed_from})
 
     def is_unchanged(self, result: Result) -> bool:
-        """Return True if a result has the present key and the present inputs, and its files exist.
+        """Return True if a result's own record has the present key and inputs, and its files exist.
+
+        The results that it needs are not checked, see `is_valid`.
 
         Raises:
             KairosError: the record is dated in the future, so that modification times cannot be compared.
@@ -345,20 +348,20 @@ class Validity:
                 except ConfigError:  # such as a missing folder
                     if self._reads_outside:
                         raise
-            return _describe_stage(row, sections, [start] if start else [], outside)
+            return _build_stage_part(row, sections, [start] if start else [], outside)
         paths = list_outside_paths(self.experiment, stage)
-        recorded: Record = {} if row.of_run else self.record(Result(stage)).get("computed_from", {})
-        if self._uses_recorded_files(stage, paths, recorded):
-            return _describe_stage(row, sections, recorded["paths"], recorded["outside"])
+        recorded: Record = {} if row.per_snapshot else self.record(Result(stage)).get("computed_from", {})
+        if self._uses_recorded_hash(stage, paths, recorded):
+            return _build_stage_part(row, sections, recorded["paths"], recorded["outside"])
         existing = [path for path in paths if expand_path(path)]
         files = [file for path in existing for file in expand_path(path)]
         outside = hash_contents(files, reads_files=self._reads_outside) if files else None
-        return _describe_stage(row, sections, existing, outside)
+        return _build_stage_part(row, sections, existing, outside)
 
-    def _uses_recorded_files(self, stage: str, paths: list[str], recorded: Record) -> bool:
+    def _uses_recorded_hash(self, stage: str, paths: list[str], recorded: Record) -> bool:
         """Return True if the recorded hash of files outside of the results is taken for the present one.
 
-        Their paths must be unchanged. Images may be missing on a machine that has the data set.
+        All recorded paths must still be in the experiment. Images may be missing if the prepared data set is there.
         """
         recorded_paths = recorded.get("paths", [])
         if not recorded_paths or not set(recorded_paths) <= set(paths):
@@ -368,10 +371,10 @@ class Validity:
 
     @property
     def lacks_images(self) -> bool:
-        """True if the record of the data set replaces files of images that are not on this machine."""
+        """True if files of images are missing on this machine, so that the hash in the data set's record counts."""
         paths = list_outside_paths(self.experiment, "prepare")
         recorded = self.record(Result("prepare")).get("computed_from", {})
-        return self._uses_recorded_files("prepare", paths, recorded) and not all(map(expand_path, paths))
+        return self._uses_recorded_hash("prepare", paths, recorded) and not all(map(expand_path, paths))
 
     def _compare_run(self, result: Result, recorded: Record) -> list[Change]:
         changes = []
@@ -427,7 +430,7 @@ class Validity:
         return has_other_code or any(map(self.has_other_code, self.list_needed(result)))
 
 
-def _describe_stage(stage: Stage, sections: Sections, outside_paths: Sequence[str], outside: str | None) -> Record:
+def _build_stage_part(stage: Stage, sections: Sections, outside_paths: Sequence[str], outside: str | None) -> Record:
     """Return the part of ``computed_from`` that a stage itself decides; the paths of files outside do not count."""
     fields = _replace_paths(select_fields(stage, sections), set(outside_paths))
     code = hash_stage_code(stage, sections)

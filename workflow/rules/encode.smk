@@ -6,7 +6,7 @@ if layout.shards("encode"):
 
     rule encode_shards:
         input:
-            layout.input_paths("encode"),  # their age counts: a shard may be of earlier ones
+            layout.input_paths("encode"),  # their age counts: a shard that is older than an input is computed again
         output:
             temp(directory(layout.shard_path("encode", "{shard}"))),
         log:

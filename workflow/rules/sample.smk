@@ -11,11 +11,11 @@ for segment in layout.segments:
             name:
                 f"sample_shards{segment.suffix}"
             input:
-                layout.input_paths("sample", segment),  # their age counts: a shard may be of an earlier snapshot
+                layout.input_paths("sample", segment),  # their age counts: a shard that is older than an input is computed again
             output:
                 images=[
-                    temp(layout.shard_path("sample", "{shard}", "{method}", "{seed}", step))
-                    for step in segment.snapshots
+                    temp(layout.shard_path("sample", "{shard}", "{method}", "{seed}", snapshot))
+                    for snapshot in segment.snapshots
                 ],
             log:
                 f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.suffix}.{{shard}}.log",
@@ -40,14 +40,14 @@ for segment in layout.segments:
         input:
             layout.inputs("sample", segment),
             shards=[
-                layout.shard_path("sample", shard, "{method}", "{seed}", step)
-                for step in segment.snapshots
+                layout.shard_path("sample", shard, "{method}", "{seed}", snapshot)
+                for snapshot in segment.snapshots
                 for shard in layout.shards("sample")
             ],
         output:
             update(layout.outputs("sample", segment)),
             report(
-                update([f"{TRAINING}/samples/{step}.png" for step in segment.snapshots]),
+                update([f"{TRAINING}/samples/{snapshot}.png" for snapshot in segment.snapshots]),
                 caption="../report/samples.rst",
                 category="Samples",
                 labels={"method": "{method}", "seed": "{seed}"},

@@ -233,6 +233,6 @@ def _evaluate_run(arguments: argparse.Namespace, job: Job) -> None:
         extractor=results / "extractor",
         latents=results / "latents",
         device=arguments.device,
-        finished=lambda evaluation_job: job.record(jobs[evaluation_job], outdated[jobs[evaluation_job]]),
+        finished=lambda evaluation_job: job.complete_record(jobs[evaluation_job], outdated[jobs[evaluation_job]]),
     )
     write_timing(arguments, job.timing_file, files=len(jobs))

@@ -76,7 +76,7 @@ class Job:
         outdated = self.select_outdated([result])
         if result in outdated:
             write()
-            self.record(result, outdated[result], *files)
+            self.complete_record(result, outdated[result], *files)
 
     def select_outdated(self, results: list["Result"]) -> dict["Result", dict[str, Any]]:
         """Return the results that have to be computed, with what they will be computed from; log the others.
@@ -99,7 +99,9 @@ class Job:
         return outdated
 
     def _check_inputs(self, result: "Result") -> None:
-        """Compare samples and measurements that a result needs with their records, which a killed job may not fit.
+        """Compare samples and measurements that a result needs with the hashes in their records.
+
+        A killed job may have left other files.
 
         Raises:
             DamagedError: a file differs.
@@ -111,7 +113,10 @@ class Job:
                 check_files(path.parent, self.validity.record(needed).get("files", {}), remedy)
 
     def has_complete_training(self) -> bool:
-        """Return True if the snapshots of the job's training run or segment are valid and intact, and its end too."""
+        """Return True if all snapshots of the job's training run or segment are unchanged and intact.
+
+        After the last segment, training.json must also belong to the last snapshot, and metrics and checkpoint exist.
+        """
         from kairos.validity import Result
 
         results = [Result("train", self.method, self.seed, name) for name in self.snapshots]
@@ -119,10 +124,11 @@ class Job:
             return False
         if self.segment is not None and not self.segment.is_last:
             return True
-        folder, snapshot = self.run_folder, self.validity.record(results[-1])
-        record = glance(folder / "training.json")
+        folder, snapshot_record = self.run_folder, self.validity.record(results[-1])
+        run_record = glance(folder / "training.json")
         has_files = all((folder / name).is_file() for name in ("metrics.jsonl", "checkpoint.pt"))
-        is_of_run = (record.get("identity"), record.get("steps")) == (snapshot["identity"], snapshot["step"])
+        last = (snapshot_record["identity"], snapshot_record["step"])
+        is_of_run = (run_record.get("identity"), run_record.get("steps")) == last
         return has_files and is_of_run
 
     def _has_intact_files(self, result: "Result") -> bool:
@@ -135,10 +141,10 @@ class Job:
             return False
         return True
 
-    def record(self, result: "Result", computed_from: dict[str, Any], *files: Path, **fields: Any) -> None:
-        """Record what a result was computed from, and the hashes of its files if its stage writes no record itself.
+    def complete_record(self, result: "Result", computed_from: dict[str, Any], *files: Path, **fields: Any) -> None:
+        """Add to a result's record what the result was computed from.
 
-        `fields` are further fields of that record, and are allowed only with files.
+        With `files`, the record is created first, with their hashes and `fields`. Without, the stage has written it.
         """
         path = self.validity.path(result)
         if files:

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
     ``--grid``, the first images are written as PNG too. Files read: snapshots, and the autoencoder and latents that
     they were trained on.
 
-    The record of ``--timing`` contains `snapshots`, the number of snapshots, and `images`, ``--num`` for each snapshot
+    The file of ``--timing`` contains `snapshots`, the number of snapshots, and `images`, ``--num`` for each snapshot
     even if only a shard is generated.
 
     Raises:
@@ -163,13 +163,13 @@ def _sample_run(arguments: argparse.Namespace, job: Job) -> None:
         device=arguments.device,
     )
 
-    def record(sampling_job: sample.SamplingJob) -> None:
+    def finish(sampling_job: sample.SamplingJob) -> None:
         if job.shard is None and sampling_job.grid is not None:
             result = jobs[sampling_job]
             content = hash_samples(sampling_job.out, sampling_job.grid)
-            job.record(result, outdated[result], sampling_job.out, sampling_job.grid, content_sha256=content)
+            job.complete_record(result, outdated[result], sampling_job.out, sampling_job.grid, content_sha256=content)
 
-    sample.run(list(jobs), request, finished=record)
+    sample.run(list(jobs), request, finished=finish)
     if jobs:
         write_timing(arguments, job.timing_file, snapshots=len(jobs), images=image_count * len(jobs))
 

@@ -259,7 +259,7 @@ def _count_jobs(layout: Layout) -> list[StageJobs]:
             queued_count, gpus = len(layout.segments) * jobs_per_segment, gpus * training.processes
         elif row.name == "evaluate":
             queued_count, gpus = 0, 0
-        elif row.is_summary or (row.of_analysis and not row.of_run):
+        elif row.is_summary or (row.per_analysis and not row.per_snapshot):
             queued_count = 0
         jobs.append(StageJobs(rule, jobs=count, queued_jobs=queued_count, gpus=gpus))
     return jobs

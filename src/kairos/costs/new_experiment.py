@@ -233,7 +233,7 @@ def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
         results = Path(folder, "results", experiment.experiment)
         stages = list_stages(experiment)
         for stage, factor in factors.items():
-            stage_rounds = rounds if stages[stage].of_run else 1
+            stage_rounds = rounds if stages[stage].per_snapshot else 1
             seconds += (factor - 1) * _mean_job_seconds(results, stages[stage]) * stage_rounds
         seconds_per_step = rounds * _mean_step_seconds(results)  # seconds of a step of all methods
 
@@ -282,7 +282,7 @@ def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict
     image_count = min(facts.image_count, _SHORT_RUN["images"])
     for row in list_stages(experiment).values():
         if row.name not in (*factors, TRAIN.name) and not row.is_summary:
-            factors[row.name] = len(experiment.milestones) / 2 if row.of_run else facts.image_count / image_count
+            factors[row.name] = len(experiment.milestones) / 2 if row.per_snapshot else facts.image_count / image_count
     # an absolute path: the run has another working directory
     plain["dataset"] |= {"path": str(Path(facts.folder).resolve()), "limit": image_count}
 
@@ -330,7 +330,7 @@ def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores:
 
 def _mean_job_seconds(results: Path, stage: Stage) -> float:
     """Return the mean wall time of a stage's jobs in seconds, without start-up; 0 if they record no times."""
-    pattern = f"{stage.name}/*/*.json" if stage.of_run else f"{stage.name}.json"
+    pattern = f"{stage.name}/*/*.json" if stage.per_snapshot else f"{stage.name}.json"
     records = [read_json(file) for file in (results / "timing").glob(pattern)]
     seconds = [record["wall_seconds"] - record["startup_wall_seconds"] for record in records]
     return float(statistics.mean(seconds)) if seconds else 0.0

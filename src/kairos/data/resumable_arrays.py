@@ -35,7 +35,7 @@ def prepare_folder(out: Path, names: Iterable[str]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     if (out / "record.json").exists():  # the stage was complete and is repeated from the beginning
         shutil.rmtree(out / PARTIAL, ignore_errors=True)
-        (out / "record.json").unlink()  # before the files that it records
+        (out / "record.json").unlink()  # before the files that it lists
     for name in names:
         (out / name).unlink(missing_ok=True)
     return out / PARTIAL

@@ -177,10 +177,10 @@ def train_on_task(
         images: images to draw from; None: the training images, of which the task draws the classes equally often.
 
     Returns:
-        Manifest fields. ``name`` is `kind` with the number of features, such as ``classifier64``, ``metric`` the column
-            of the Fréchet distance, and ``shape`` height, width and channels of the images. ``accuracy`` is the share
-            of held-out images that are classified correctly, None without held-out images. ``check`` is the result of
-            `check_instrument`, and ``warnings`` contains its reasons against the extractor.
+        Fields of the extractor's record. ``name`` is `kind` with the number of features, such as ``classifier64``,
+            ``metric`` the column of the Fréchet distance, and ``shape`` height, width and channels of the images.
+            ``accuracy`` is the share of held-out images that are classified correctly, None without held-out images.
+            ``check`` is the result of `check_instrument`, and ``warnings`` contains its reasons against the extractor.
     """
     name = f"{kind}{options.features}"
     shape = tuple(dataset.images.shape[1:])

@@ -81,8 +81,8 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
     A stage that all training runs share is complete if its record exists and is not outdated. `outputs` contains all
     training runs.
     """
-    rows = outline.validity.stages.values() if outline.validity else [row for row in STAGES if not row.of_analysis]
-    shared = [row for row in rows if not row.of_run]
+    rows = outline.validity.stages.values() if outline.validity else [row for row in STAGES if not row.per_analysis]
+    shared = [row for row in rows if not row.per_snapshot]
     existing = [row.name for row in shared if (outline.results / row.record_path).is_file()]
     missing = [row.name for row in shared if row.name not in existing]
     changes = _find_changed_stages(outline, existing)

@@ -59,7 +59,7 @@ def train(
 ) -> dict[str, Any]:
     """Train until every one of `milestones` is reached, and publish their snapshots in `out`.
 
-    Unless `snapshots_only` is set, the record, the last checkpoint, metrics and times are published too. The run
+    Unless `snapshots_only` is set, training.json, the last checkpoint, metrics and times are published too. The run
     resumes from the state of an earlier call with equal identity. If that call has reached all milestones and its last
     checkpoint exists where it is needed, no step is computed, and the state is published again. Threads and
     determinism are set for the whole process. Every rank calls this function. Rank 0 alone writes files, except that a
@@ -71,7 +71,7 @@ def train(
         latents_folder: output of `kairos encode`.
         milestones: steps whose weights are kept, increasing; training ends at the last one.
         restart: delete the saved state of this identity and start from step 0.
-        snapshots_only: publish the snapshots, but neither record nor checkpoint; a later call completes the run.
+        snapshots_only: publish the snapshots, but neither training.json nor checkpoint; a later call completes the run.
         wait: wait for another process that trains in `out`, such as a killed controller's job, instead of failing.
         stop_request: source of requests to stop early, whose context the caller has entered; None: there are none.
         accept_versions: resume from a state that other versions of torch or diffusers computed.

@@ -31,7 +31,7 @@ class Segment:
     """Consecutive steps of every training run, which are one job.
 
     Attributes:
-        steps: the segment's snapshots, by their steps.
+        steps: steps at which the segment exports snapshots, ascending.
         previous: list with the name of the snapshot that the segment starts from; empty for the first segment.
         number: number of the segment, from 1.
         suffix: ``_`` and the number, for rule names and log files; empty if the training run has one segment.
@@ -59,9 +59,9 @@ class Layout:
         config_file: frozen copy of the experiment, which all jobs read.
         notes: lines for the user, printed before anything runs.
         validity: decides which results are valid; None in the processes of jobs, where the controller has decided.
-        ignores_age: returns True if the age of valid results does not count. Snakemake does not look at a job whose
-            inputs are such results and come from a job that runs. So ages count if jobs may run although their results
-            are valid.
+        ignores_age: function; it returns False while Snakemake may run jobs whose results are valid, such as forced
+            ones. The age of inputs then counts, because Snakemake does not check a job whose inputs from a running job
+            are all ``ancient``.
     """
 
     experiment: Experiment
@@ -128,7 +128,7 @@ class Layout:
     @property
     def rule_files(self) -> list[str]:
         """Names of the files of rules without suffix, one for each stage; the rules of all analyses share a file."""
-        return [row.name for row in STAGES if row.command and (row.of_analysis or row.name in self.stages)]
+        return [row.name for row in STAGES if row.command and (row.per_analysis or row.name in self.stages)]
 
     def gpus(self, stage: str, is_shard: bool = False) -> int:
         """Return the number of GPUs that a job of a stage requests, 0 or 1; for training, that a process requests.
@@ -209,9 +209,9 @@ class Layout:
         counts: dict[str, int] = {}
         for name, row in self.stages.items():
             counts[name] = 1
-            if row.of_run and row.of_analysis:
+            if row.per_snapshot and row.per_analysis:
                 counts[name] = len(self._validity.list_results(name))
-            elif row.of_run:
+            elif row.per_snapshot:
                 counts[name] = len(self.trainings) * len(self.segments)
             shard_count = len(self.shards(name))  # per training run and segment
             if shard_count > 0:
@@ -234,8 +234,8 @@ class Layout:
 
         Args:
             stage: name of the stage.
-            segment: segment of the training run; None: the job has one result. If the stage is `of_run`, it is that of
-                the snapshot in wildcard ``{step}``.
+            segment: segment of the training run; None: the job has one result. If every snapshot has one, wildcard
+                ``{step}`` is the snapshot's name.
         """
         return self._record_paths(stage, segment.snapshots if segment else ["{step}"])
 
@@ -246,7 +246,7 @@ class Layout:
         which it resumes, and the report reads pictures and metrics. For `segment` see `outputs`.
         """
         row = self.stages[stage]
-        if not row.of_run:
+        if not row.per_snapshot:
             paths = [self._record_path(result) for result in self._validity.list_needed(Result(stage))]
             return [*paths, *self._list_report_files()] if stage == "report" else paths
         snapshots = segment.snapshots if segment else ["{step}"]
@@ -254,10 +254,10 @@ class Layout:
         return [*paths, *self._record_paths(stage, segment.previous)] if stage == TRAIN.name and segment else paths
 
     def _record_paths(self, stage: str, snapshots: list[str]) -> list[str]:
-        record = f"{self.results}/{self.stages[stage].record_path}"
-        if not self.stages[stage].of_run:
-            return [record]
-        return [record.format(method="{method}", seed="{seed}", snapshot=name) for name in snapshots]
+        path = f"{self.results}/{self.stages[stage].record_path}"
+        if not self.stages[stage].per_snapshot:
+            return [path]
+        return [path.format(method="{method}", seed="{seed}", snapshot=name) for name in snapshots]
 
     def shard_path(self, stage: str, shard: str, method: str = "", seed: int | str = "", snapshot: str = "") -> str:
         """Return the path of a computed shard: a folder of latents, or a file of samples of a snapshot."""
@@ -304,7 +304,7 @@ class Layout:
 
     @cached_property
     def _validity(self) -> Validity:
-        """`validity`, or in a job one that only describes the experiment."""
+        """Source of paths, keys and lists of results: `validity` or, in a job's process, an object without results."""
         return self.validity or Validity(self.experiment, self.results, reads_outside=True)
 
     # Values of the rules' directives
@@ -322,7 +322,7 @@ class Layout:
 
         def list_paths(wildcards: Any) -> list[str]:
             filled = [path.format(**wildcards) for path in paths]
-            return [mark_ancient(path) if self._is_valid_file(path) else path for path in filled]
+            return [mark_ancient(path) if self._has_ignored_age(path) else path for path in filled]
 
         return list_paths
 
@@ -352,13 +352,17 @@ class Layout:
         return is_valid
 
     def _has_ended(self, result: Result) -> bool:
-        """Return True if the record of a training run is of the run, and at the step, of its last snapshot."""
-        record = glance(run_folder(self.results, str(result.method), str(result.seed)) / "training.json")
-        snapshot = self._validity.record(result)
-        return (record.get("identity"), record.get("steps")) == (snapshot["identity"], snapshot["step"])
+        """Return True if training.json has the identity and the step of the run's last snapshot."""
+        run_record = glance(run_folder(self.results, str(result.method), str(result.seed)) / "training.json")
+        snapshot_record = self._validity.record(result)
+        last = (snapshot_record["identity"], snapshot_record["step"])
+        return (run_record.get("identity"), run_record.get("steps")) == last
 
-    def _is_valid_file(self, path: str) -> bool:
-        """Return True if a file is the record of a valid result, another file of one, or outside of the results."""
+    def _has_ignored_age(self, path: str) -> bool:
+        """Return True if the age of an input does not count: it is no record, or the record of a valid result.
+
+        Ages of all results count if `ignores_age` returns False; in a job's process, no age counts.
+        """
         if self.validity is None or not path.startswith(f"{self.results}/"):
             return True
         if not self.ignores_age():
@@ -403,8 +407,8 @@ def create_layout(experiment: Experiment) -> Layout:
     validity = Validity(resolved, results, reads_outside=True)
     layout = Layout(resolved, freeze(resolved), notes + warn_of_missing(resolved), validity)
     if validity.lacks_images:
-        record = validity.path(Result("prepare"))
-        layout.notes.append(f"dataset: files are missing here; the hash in {record} is used in their place")
+        record_file = validity.path(Result("prepare"))
+        layout.notes.append(f"dataset: files are missing here; the hash in {record_file} is used in their place")
     # different in each run, since Snakemake may compare contents
     write_text(OUTDATED, f"Results of jobs with this input are not valid. Written at {time.time_ns()}.\n")
     return layout

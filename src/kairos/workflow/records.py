@@ -23,10 +23,10 @@ from kairos_timesteps.errors import ConfigError, KairosError, demand
 
 
 def accept(experiment: Any, results: Path, stage: str | None, method: str | None) -> list[str]:
-    """Give the present key to results whose settings and inputs are the present ones, and whose code alone differs.
+    """Mark results as valid whose code alone differs: their records get the present key.
 
-    A training run resumes from the state of the accepted results, or from one without published results. The records
-    list the hashes of the code that computed them under ``accepted``.
+    A training run resumes from the state of its accepted snapshot or, without a published one, from a state that other
+    code wrote. Under ``accepted``, a record lists the hashes of the code that computed its result.
 
     Args:
         experiment: the experiment.
@@ -75,12 +75,12 @@ def _accept_record(validity: Validity, result: Result, record: dict[str, Any]) -
 def _accept_states(validity: Validity, result: Result, key: str) -> list[str]:
     """Let a training run resume from a state that other code has written; returns the state's folder, if there is one.
 
-    The state of the published snapshot comes before others, such as that of a run without published snapshots.
+    If several states qualify, the state of the published snapshot is used.
     """
     folder = run_folder(validity.results, str(result.method), int(result.seed or 0))
     paths = [*sorted(folder.glob(".state/*/snapshots/*/snapshot.json")), validity.path(result)]
     changed = []
-    for path in paths:  # later ones replace earlier ones
+    for path in paths:  # the last one counts: that of the published snapshot
         record = glance(path)
         if record and record["computed_from"]["key"] != key and not validity.compare(result, record):
             identity = training_identity({**record["computed_from"], "key": key})
@@ -93,8 +93,8 @@ def _accept_states(validity: Validity, result: Result, key: str) -> list[str]:
 def discard(experiment: Any, results: Path, stage: str | None, method: str | None) -> list[str]:
     """Delete records, and states of training runs, so that the next run of the workflow computes the results anew.
 
-    Arguments and errors are those of `accept`. Differing settings are no error, but a process that trains one of the
-    runs is one.
+    Arguments and errors are those of `accept`, but differing settings are no error. KairosError is also raised while a
+    process trains one of the runs.
 
     Returns:
         The deleted paths.
@@ -119,8 +119,8 @@ def discard(experiment: Any, results: Path, stage: str | None, method: str | Non
 def discard_unused_states(experiment: Any, results: Path, method: str | None) -> list[str]:
     """Delete the states of training runs that no run resumes, since they are of earlier settings or code.
 
-    Published results stay. A run that a process trains is left out, with a message. A state is named by its data, so no
-    state is deleted unless the latents are those of the present experiment.
+    Published results stay. A run that a process trains is left out, with a message. The name of a state
+    is a hash that includes the data, so nothing is deleted unless the latents are valid.
 
     Args:
         experiment: the experiment.
