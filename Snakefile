@@ -11,10 +11,14 @@ min_version("9.19")
 layout = controller.open_layout(workflow, config)
 # Inputs of a rule are the records of the results that its stage needs (table: `kairos.stages`), ancient while these are
 # valid. If a result of the job is not valid, a file that is newer than every output is an input too, so that Snakemake runs
-# the job. Outputs are records; `update` keeps the earlier one, with which the job compares its inputs. Of the params,
-# `config` is the frozen experiment, and `key` the hash of settings and code, by which a controller recognises a job.
+# the job. Outputs are records; `update` keeps the earlier one, with which the job compares its inputs. `config` is the
+# frozen experiment, which later edits do not change.
 RESULTS = layout.results
 TRAINING = layout.training_folder("{method}", "{seed}")
+
+
+envvars:
+    "KAIROS_PLAN",  # for executors whose jobs do not inherit the controller's environment
 
 
 # image of envs/kairos.def, for `--software-deployment-method apptainer`; the cluster's profile shows the options

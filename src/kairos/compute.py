@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from kairos import portable
-from kairos_timesteps.errors import KairosError
+from kairos.files import TemporaryError
 
 
 def setup(
@@ -37,8 +37,9 @@ def setup(
         device_field: field or option that sets `device`, for the error message.
 
     Raises:
-        KairosError: a GPU is configured or was allocated to the SLURM job, and none is usable. It is also raised if the
-            machine has no GPU with the index `local_rank`, and if portable kernels cannot be used.
+        TemporaryError: a GPU is configured, or was allocated to the SLURM job, and none is usable; or the machine has
+            no GPU with the index `local_rank`.
+        KairosError: portable kernels cannot be used.
     """
     torch.set_num_threads(threads)
     if deterministic == "portable":
@@ -67,8 +68,8 @@ def _select_device(device: str, device_field: str) -> torch.device:
     `device_field`.
 
     Raises:
-        KairosError: a GPU is configured, or `device` is ``auto`` and GPUs were allocated to the SLURM job; and none is
-            usable.
+        TemporaryError: a GPU is configured, or `device` is ``auto`` and GPUs were allocated to the SLURM job; and none
+            is usable.
     """
     has_usable_gpu = torch.cuda.is_available()
     slurm_variable = _find_slurm_gpu_variable()
@@ -77,7 +78,9 @@ def _select_device(device: str, device_field: str) -> torch.device:
     if (is_gpu_configured or is_gpu_allocated) and not has_usable_gpu:
         where = f" in a SLURM job that was given GPUs ({slurm_variable})" if slurm_variable else ""
         allowed = "cpu" if slurm_variable else "cpu or auto"
-        raise KairosError(f"{device_field}: got {device!r}{where}, but no usable GPU is here; allowed here: {allowed}")
+        raise TemporaryError(
+            f"{device_field}: got {device!r}{where}, but no usable GPU is here; allowed here: {allowed}"
+        )
     if device == "auto":
         return torch.device("cuda" if has_usable_gpu else "cpu")
     return torch.device(device)
@@ -87,11 +90,11 @@ def _select_gpu_of_rank(local_rank: int) -> torch.device:
     """Return the GPU with the index of this process on this machine, and make it torch's current GPU.
 
     Raises:
-        KairosError: the machine has too few usable GPUs.
+        TemporaryError: the machine has too few usable GPUs.
     """
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise KairosError(
+        raise TemporaryError(
             f"training.processes: process {local_rank} of this machine has no GPU, {count} are usable; request one GPU "
             "per process"
         )

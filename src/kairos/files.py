@@ -35,6 +35,10 @@ class DamagedError(KairosError):
     """A file that is truncated or whose content does not match its checksum."""
 
 
+class TemporaryError(KairosError):
+    """An error that depends on other processes or on the machine, so that another attempt may succeed."""
+
+
 def sha256_bytes(data: bytes) -> str:
     """Return the SHA-256 hash of bytes, in hex digits."""
     return hashlib.sha256(data).hexdigest()
@@ -530,7 +534,7 @@ def lock_folder(folder: Path, path: Path | None = None) -> Iterator[None]:
         file = open(path, "a")  # noqa: SIM115  (closed below, after the file is deleted)
         try:
             if not try_lock(file, timeout=1.0, conflict="two processes writing this folder at once", to_move="results"):
-                raise KairosError(f"{folder}: another process is writing this folder; wait for its end")
+                raise TemporaryError(f"{folder}: another process is writing this folder; wait for its end")
             # the process that held the lock may have deleted the file after this one had opened it
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):

@@ -1,8 +1,7 @@
-"""The jobs of an experiment in SLURM's queue.
+"""The jobs of an experiment in SLURM's queue, which is the only record of them.
 
-All jobs of an experiment have one name in the queue. The workflow records the outputs of each job in
-``.kairos/jobs/<experiment>/<number>.json`` (see `snakemake_executor_plugin_kairos.executor`). The comment of a job
-contains the Snakemake rule, and for training jobs method and seed.
+The name of a job contains the experiment and the plan of the controller that submitted it. The comment of a job, which
+Snakemake's SLURM plugin writes, contains the rule or group and its wildcards.
 """
 
 import getpass
@@ -17,21 +16,24 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from kairos.files import DamagedError, read_json
-
 NO_CLUSTER = "DNS SRV lookup failed"  # in the output of SLURM's commands on machines without a configured cluster
 PENDING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states of jobs that have not started
 _USER_OPTIONS = re.compile("SQUEUE_|SACCT_|SINFO_|SLURM_TIME_FORMAT")  # environment variables that change outputs
-# comment of a training job, with method and seed: "rule_train_wildcards_speed_0", "rule_train_2_wildcards_speed_0"
-_COMMENT = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")
-# output of a training job, with method and seed: "methods/speed/seed0/training.json"
-_OUTPUT = re.compile(r"methods/([^/]+)/seed(\d+)/(?:snapshots/.*|training\.json)")
+# states of jobs that have ended; SLURM may start a preempted job, or one whose node failed, again
+ENDED_STATES = (
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+)  # fmt: skip
+_TRAINING = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")  # comment, such as rule_train_2_wildcards_speed_0
+# comments of groups, which end with the names of their rules: rule_trainings_2_0_train_2
+_TRAININGS = re.compile(r"rule_trainings(?:_\d+)?_(\d+)_train(?:_\d+)?")
+_ALONE = re.compile(r"rule_trainings(?:_\d+)?_\d+_alone_(.+)_seed(\d+)_train(?:_\d+)?")
 
 TrainingRun = tuple[str, int]  # method and seed
 
 
-def job_name(results: str) -> str:
-    """Return the name of all jobs of an experiment in the queue, for `squeue --name` and `scancel --name`.
+def job_name(results: str | Path) -> str:
+    """Return the first part of the names of an experiment's jobs; a dash and the plan follow, see `Layout.plan`.
 
     It is ``kairos-<name of the results folder>-<6 hex digits>``, with a hash of the folder's absolute path.
     """
@@ -40,26 +42,30 @@ def job_name(results: str) -> str:
     return f"kairos-{experiment}-{path_hash}"
 
 
+def slurm_logs_folder(results: str | Path) -> Path:
+    """Return the folder of SLURM's logs of an experiment's jobs: ``rule_train/<method>_<seed>/<job>.log`` and so on."""
+    return Path(".snakemake/slurm_logs").resolve() / job_name(results)
+
+
 @dataclass(frozen=True)
 class Job:
-    """A pending or running job.
+    """A job in the queue.
 
     Attributes:
         number: SLURM's number of the job.
         state: SLURM's state of the job, such as RUNNING.
         reason: SLURM's reason for the state.
         begun: Unix time of the last start, in whole seconds; None for a pending job, and if SLURM reports no time.
-        stage: stage of the job's Snakemake rule, such as ``sample`` for the rules sample_1 and sample_shards. For a
-            group of rules it is the first word of the group's name, ``images`` or ``trainings``.
-        trainings: training runs that the job works on.
+        plan: plan of the controller that submitted the job, see `kairos.workflow.layout.Layout.plan`.
+        comment: the rule or group with its wildcards, such as ``rule_train_wildcards_speed_0``.
     """
 
     number: str
     state: str
     reason: str
     begun: float | None
-    stage: str
-    trainings: tuple[TrainingRun, ...]
+    plan: str
+    comment: str
 
     @property
     def pending(self) -> bool:
@@ -67,48 +73,35 @@ class Job:
         return self.state in PENDING_STATES
 
 
-def list_jobs(results: Path) -> tuple[list[Job], str]:
-    """Return the jobs of an experiment in SLURM's queue, and an error message, empty on success.
+def list_jobs(results: str | Path) -> tuple[list[Job], str]:
+    """Return the jobs of `query_jobs` and an error message, which is empty where no cluster is configured."""
+    if shutil.which("squeue") is None:
+        return [], ""
+    jobs, error = query_jobs(results)
+    return jobs, "" if NO_CLUSTER in error else error
 
-    Without SLURM, or on a machine without a configured cluster, there are no jobs and no error. With an error message
-    the list is empty, although there may be jobs. The jobs are in squeue's order.
+
+def query_jobs(results: str | Path, with_ended: bool = False, timeout: float = 10) -> tuple[list[Job], str]:
+    """Return this user's jobs of an experiment in SLURM's queue, and an error message, empty on success.
+
+    With an error message the list is empty, although there may be jobs. The jobs are in squeue's order.
 
     Args:
         results: folder of the experiment's results.
-    """
-    if shutil.which("squeue") is None:
-        return [], ""
-    succeeded, answer = query_queue(results, "%i|%T|%r|%S|%k")  # number, state, reason, start time, comment
-    if succeeded:
-        return [_parse_job(results, line) for line in answer.splitlines()], ""
-    if NO_CLUSTER in answer:
-        return [], ""
-    return [], f"squeue: {answer}"
-
-
-def query_queue(results: str | Path, fields: str, timeout: float = 10) -> tuple[bool, str]:
-    """Query squeue for this user's jobs of an experiment; return True and its output, or False and the error.
-
-    The output has a line for each job, without a header. Errors are described in `run_command`.
-
-    Args:
-        results: folder of the experiment's results, which determines the name of its jobs.
-        fields: format of an output line, as for ``squeue --format``.
+        with_ended: include the jobs that have ended since SLURM's ``MinJobAge``.
         timeout: seconds to wait for an answer.
 
     Raises:
         FileNotFoundError: squeue does not exist.
     """
-    user, name = f"--user={getpass.getuser()}", f"--name={job_name(str(results))}"
-    return run_command("squeue", "--noheader", user, name, f"--format={fields}", timeout=timeout)
-
-
-def job_records_folder(results: str | Path) -> Path:
-    """Return the folder of the records of an experiment's jobs: one JSON file per job, named by its number.
-
-    The path is relative to the working directory.
-    """
-    return Path(".kairos/jobs") / os.path.basename(results)
+    states = ["--states=all"] if with_ended else []
+    fields = "--format=%i|%T|%r|%S|%j|%k"  # number, state, reason, start time, name, comment
+    command = ("squeue", "--noheader", f"--user={getpass.getuser()}", *states, fields)
+    succeeded, answer = run_command(*command, timeout=timeout)
+    if not succeeded:
+        return [], f"squeue: {answer}"
+    name = job_name(results)
+    return [_parse_job(line) for line in answer.splitlines() if f"|{name}-" in line], ""
 
 
 def plain_environment() -> dict[str, str]:
@@ -139,29 +132,16 @@ def run_command(*command: str, timeout: float = 10) -> tuple[bool, str]:
     return True, result.stdout
 
 
-def _parse_job(results: Path, line: str) -> Job:
-    """Return the job in a line of squeue with number, state, reason, start time and comment.
-
-    Example: ``17|RUNNING|None|2026-11-25T12:00:00|rule_train_wildcards_speed_0``, a job of stage ``train``. The start
-    time of a pending job is ignored. The job's record is read too, see `_find_training_runs`.
-    """
-    number, state, reason, start, comment = line.split("|", 4)
+def _parse_job(line: str) -> Job:
+    number, state, reason, start, name, comment = line.split("|", 5)
     begun = None
     if state not in PENDING_STATES:  # the start time of a pending job is an estimate
         with suppress(ValueError):  # such as N/A
             begun = datetime.fromisoformat(start).timestamp()  # in local time, like squeue's output
-    training_runs = sorted(_find_training_runs(results, number, comment))
-    return Job(
-        number=number,
-        state=state,
-        reason=reason,
-        begun=begun,
-        stage=_find_stage(comment),
-        trainings=tuple(training_runs),
-    )
+    return Job(number, state, reason, begun, plan=name.rpartition("-")[2], comment=comment)
 
 
-def _find_stage(comment: str) -> str:
+def find_stage(comment: str) -> str:
     """Return the stage in a job's comment: the rule without the number of a segment and the suffix ``_shards``.
 
     For ``measure_NAME`` and ``analyse_NAME``, the rules of an analysis, the rule is the stage. Examples:
@@ -177,20 +157,20 @@ def _find_stage(comment: str) -> str:
     return stage
 
 
-def _find_training_runs(results: Path, number: str, comment: str) -> set[TrainingRun]:
-    """Return the training runs that a job, or a group of jobs, of stage train computes; empty for other stages.
+def find_trainings(comment: str, trainings: list[TrainingRun], trainings_per_gpu: int) -> list[TrainingRun]:
+    """Return the training runs that a job of stage train computes, according to its comment; empty for other stages.
 
-    They are read from the paths of outputs in the job's record. If the record is missing or damaged, the result is the
-    single training run in the comment. The record is missing for a moment after the submission, and for jobs that were
-    submitted from another folder.
+    Args:
+        comment: comment of the job.
+        trainings: all training runs of the experiment, in order.
+        trainings_per_gpu: number of consecutive training runs that share a job.
     """
-    try:
-        outputs = read_json(job_records_folder(results) / f"{number}.json")["outputs"]
-    except (OSError, DamagedError):
-        matches = [_COMMENT.fullmatch(comment)]
-    else:
-        matches = [_OUTPUT.fullmatch(os.path.relpath(path, results)) for path in outputs]
-    return {(match[1], int(match[2])) for match in matches if match}  # method and seed
+    if match := _TRAINING.fullmatch(comment) or _ALONE.fullmatch(comment):
+        return [(match[1], int(match[2]))]
+    if match := _TRAININGS.fullmatch(comment):
+        first = int(match[1]) * trainings_per_gpu
+        return trainings[first : first + trainings_per_gpu]
+    return []
 
 
 def summarize_jobs(jobs: list[Job]) -> str:
@@ -199,6 +179,6 @@ def summarize_jobs(jobs: list[Job]) -> str:
     Example: ``in the queue: sample 2 wait, train 1 run``. A job that is not pending is reported as running. The caller
     ensures that there is a job.
     """
-    counts = Counter((job.stage, "wait" if job.pending else "run") for job in jobs)
+    counts = Counter((find_stage(job.comment), "wait" if job.pending else "run") for job in jobs)
     facts = [f"{stage} {count} {verb}" for (stage, verb), count in sorted(counts.items())]
     return f"in the queue: {', '.join(facts)}"

@@ -50,7 +50,7 @@ class Pipeline:
         self._runs += 1
         command = [
             "snakemake", "--profile", "profiles/slurm", "--configfile", CONFIG, "--jobs", "16",
-            "--kairos-status-command", "squeue", "--kairos-init-seconds-before-status-checks", "1", *arguments,
+            "--kairos-init-seconds-before-status-checks", "1", *arguments,
         ]  # fmt: skip
         log = self.folder / f"controller{self._runs}.log"
         with open(log, "w") as out:

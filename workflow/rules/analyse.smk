@@ -16,7 +16,7 @@ for name in layout.analyses:
                 update(layout.outputs(f"measure_{name}")),
                 update(f"{TRAINING}/analyses/{name}.{{step}}.csv"),
             log:
-                f"{RESULTS}/logs/measure_{name}_{{method}}_seed{{seed}}_{{step}}.log",
+                layout.log_file(f"measure_{name}"),
             wildcard_constraints:
                 step=r"\d{7}",
             priority: layout.priority("measure")
@@ -28,7 +28,7 @@ for name in layout.analyses:
                 runtime=scaled_by_attempt(240),
                 gpu=layout.gpus(f"measure_{name}"),
             params:
-                **layout.params(f"measure_{name}"),
+                config=layout.config_argument,
                 name=name,
             shell:
                 "kairos analyse --config {params.config} --analysis {params.name} --method {wildcards.method}"
@@ -44,7 +44,7 @@ for name in layout.analyses:
             update(f"{RESULTS}/analyses/{name}.csv"),
             report(update(f"{RESULTS}/analyses/{name}.png"), category="Analyses"),
         log:
-            f"{RESULTS}/logs/analyse_{name}.log",
+            layout.log_file(f"analyse_{name}"),
         localrule: True
         conda:
             "../../envs/environment.yml"
@@ -53,7 +53,7 @@ for name in layout.analyses:
             runtime=scaled_by_attempt(30),
             gpu=0,
         params:
-            **layout.params(f"analyse_{name}"),
+            config=layout.config_argument,
             name=name,
         shell:
             "kairos analyse --config {params.config} --analysis {params.name} 2>&1 | tee {log}"

@@ -7,7 +7,7 @@ rule autoencoder:
     output:
         update(layout.outputs("autoencoder")),
     log:
-        f"{RESULTS}/logs/autoencoder.log",
+        layout.log_file("autoencoder"),
     priority: layout.shared_priority
     conda:
         "../../envs/environment.yml"
@@ -17,6 +17,6 @@ rule autoencoder:
         runtime=scaled_by_attempt(480),
         gpu=layout.gpus("autoencoder"),
     params:
-        **layout.params("autoencoder"),
+        config=layout.config_argument,
     shell:
         "kairos autoencoder --config {params.config} 2>&1 | tee {log}"

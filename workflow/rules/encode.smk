@@ -10,7 +10,7 @@ if layout.shards("encode"):
         output:
             temp(directory(layout.shard_path("encode", "{shard}"))),
         log:
-            f"{RESULTS}/logs/encode.{{shard}}.log",
+            layout.log_file("encode", is_shard=True),
         priority: layout.shared_priority
         conda:
             "../../envs/environment.yml"
@@ -20,7 +20,7 @@ if layout.shards("encode"):
             runtime=scaled_by_attempt(240),
             gpu=layout.gpus("encode", is_shard=True),
         params:
-            **layout.params("encode"),
+            config=layout.config_argument,
         shell:
             "kairos encode --config {params.config} --shard {wildcards.shard} 2>&1 | tee {log}"
 
@@ -32,7 +32,7 @@ rule encode:
     output:
         update(layout.outputs("encode")),
     log:
-        f"{RESULTS}/logs/encode.log",
+        layout.log_file("encode"),
     priority: layout.shared_priority
     conda:
         "../../envs/environment.yml"
@@ -42,6 +42,6 @@ rule encode:
         runtime=scaled_by_attempt(240),
         gpu=layout.gpus("encode"),
     params:
-        **layout.params("encode"),
+        config=layout.config_argument,
     shell:
         "kairos encode --config {params.config} 2>&1 | tee {log}"

@@ -11,7 +11,7 @@ for segment in layout.segments:
         output:
             update(layout.outputs("evaluate", segment)),
         log:
-            f"{RESULTS}/logs/evaluate_{{method}}_seed{{seed}}{segment.suffix}.log",
+            layout.log_file("evaluate", segment),
         priority: layout.priority("evaluate")
         group:
             layout.sampling_group(segment)
@@ -23,7 +23,7 @@ for segment in layout.segments:
             runtime=scaled_by_attempt(120),
             gpu=layout.gpus("evaluate"),
         params:
-            **layout.params("evaluate"),
+            config=layout.config_argument,
             segment=segment.number,
         shell:
             "kairos evaluate --config {params.config} --method {wildcards.method} --seed {wildcards.seed}"

@@ -7,7 +7,7 @@ rule extractor:
     output:
         update(layout.outputs("extractor")),
     log:
-        f"{RESULTS}/logs/extractor.log",
+        layout.log_file("extractor"),
     priority: layout.shared_priority
     conda:
         "../../envs/environment.yml"
@@ -17,6 +17,6 @@ rule extractor:
         runtime=scaled_by_attempt(120),
         gpu=layout.gpus("extractor"),
     params:
-        **layout.params("extractor"),
+        config=layout.config_argument,
     shell:
         "kairos extractor --config {params.config} 2>&1 | tee {log}"

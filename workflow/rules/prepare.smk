@@ -7,7 +7,7 @@ rule prepare:
     output:
         update(layout.outputs("prepare")),
     log:
-        f"{RESULTS}/logs/prepare.log",
+        layout.log_file("prepare"),
     priority: layout.shared_priority
     conda:
         "../../envs/environment.yml"
@@ -16,6 +16,6 @@ rule prepare:
         mem_mb=scaled_by_attempt(4000),
         runtime=scaled_by_attempt(120),
     params:
-        **layout.params("prepare"),
+        config=layout.config_argument,
     shell:
         "kairos prepare --config {params.config} 2>&1 | tee {log}"

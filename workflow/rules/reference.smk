@@ -7,7 +7,7 @@ rule reference:
     output:
         update(layout.outputs("reference")),
     log:
-        f"{RESULTS}/logs/reference.log",
+        layout.log_file("reference"),
     priority: layout.shared_priority
     conda:
         "../../envs/environment.yml"
@@ -17,6 +17,6 @@ rule reference:
         runtime=scaled_by_attempt(120),
         gpu=layout.gpus("reference"),
     params:
-        **layout.params("reference"),
+        config=layout.config_argument,
     shell:
         "kairos reference --config {params.config} 2>&1 | tee {log}"

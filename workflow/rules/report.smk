@@ -17,13 +17,13 @@ rule report:
             labels={"figure": "{name}"},
         ),
     log:
-        f"{RESULTS}/logs/report.log",
+        layout.log_file("report"),
     conda:
         "../../envs/environment.yml"
     resources:
         mem_mb=2000,
         runtime=30,
     params:
-        **layout.params("report"),
+        config=layout.config_argument,
     shell:
         "kairos report --config {params.config} 2>&1 | tee {log}"

@@ -18,7 +18,7 @@ for segment in layout.segments:
                     for snapshot in segment.snapshots
                 ],
             log:
-                f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.suffix}.{{shard}}.log",
+                layout.log_file("sample", segment, is_shard=True),
             priority: layout.priority("sample")
             conda:
                 "../../envs/environment.yml"
@@ -28,7 +28,7 @@ for segment in layout.segments:
                 runtime=scaled_by_attempt(240),
                 gpu=layout.gpus("sample"),
             params:
-                **layout.params("sample"),
+                config=layout.config_argument,
                 segment=segment.number,
             shell:
                 "kairos sample --config {params.config} --method {wildcards.method} --seed {wildcards.seed}"
@@ -53,7 +53,7 @@ for segment in layout.segments:
                 labels={"method": "{method}", "seed": "{seed}"},
             ),
         log:
-            f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.suffix}.log",
+            layout.log_file("sample", segment),
         priority: layout.priority("sample")
         group:
             layout.sampling_group(segment)
@@ -65,7 +65,7 @@ for segment in layout.segments:
             runtime=scaled_by_attempt(240),
             gpu=layout.gpus("sample"),
         params:
-            **layout.params("sample"),
+            config=layout.config_argument,
             segment=segment.number,
         shell:
             "kairos sample --config {params.config} --method {wildcards.method} --seed {wildcards.seed}"

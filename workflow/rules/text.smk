@@ -7,7 +7,7 @@ rule text:
     output:
         update(layout.outputs("text")),
     log:
-        f"{RESULTS}/logs/text.log",
+        layout.log_file("text"),
     priority: layout.shared_priority
     conda:
         "../../envs/environment.yml"
@@ -17,6 +17,6 @@ rule text:
         runtime=scaled_by_attempt(480),
         gpu=layout.gpus("text"),
     params:
-        **layout.params("text"),
+        config=layout.config_argument,
     shell:
         "kairos text --config {params.config} 2>&1 | tee {log}"

@@ -11,13 +11,13 @@ rule track:
     output:
         update(layout.outputs("track")),
     log:
-        f"{RESULTS}/logs/track.log",
+        layout.log_file("track"),
     conda:
         "../../envs/environment.yml"
     resources:
         mem_mb=2000,
         runtime=60,
     params:
-        **layout.params("track"),
+        config=layout.config_argument,
     shell:
         "kairos track --config {params.config} 2>&1 | tee {log}"

@@ -14,7 +14,7 @@ for segment in layout.segments:
             update(layout.outputs("train", segment)),
             update([f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl")] if segment.is_last else []),
         log:
-            f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.suffix}.log",
+            layout.log_file("train", segment),
         priority: layout.priority("train")
         group:
             controller.training_group(workflow, layout, segment)
@@ -24,9 +24,8 @@ for segment in layout.segments:
         resources:
             **training_resources(layout.experiment),
         params:
-            **layout.params("train"),
+            config=layout.config_argument,
             segment=segment.number,
-            steps=list(segment.steps),  # by which a controller recognises the job, too
         shell:
             "trap '' HUP; trap : TERM INT; kairos train --config {params.config} --method {wildcards.method}"
             " --seed {wildcards.seed} --segment {params.segment} 2>&1 | (trap '' TERM INT; exec tee {log})"

@@ -99,6 +99,7 @@ def _run_subcommand(argv: list[str]) -> int:
         SystemExit: argparse has printed the help or an error, or a training run stopped early.
     """
     from kairos import portable
+    from kairos.stages import STAGES
     from kairos.workflow import fork_server
 
     command = argv[0] if argv else None  # the first argument may be an option such as --help
@@ -113,8 +114,14 @@ def _run_subcommand(argv: list[str]) -> int:
         status = fork_server.run_on_server(argv)
         if status is not None:  # else there is no server that accepts the stage: run it here
             return status
-    module, _ = COMMANDS[arguments.command]
-    importlib.import_module(module).run(arguments)
+    module = importlib.import_module(COMMANDS[arguments.command][0])
+    if any(row.name == arguments.command for row in STAGES):
+        from kairos.workflow.final_errors import record_final_error
+
+        with record_final_error(arguments):
+            module.run(arguments)
+    else:
+        module.run(arguments)
     sys.stdout.flush()  # a closed pipe raises its error here, where `main` handles it
     return 0
 

@@ -1,6 +1,7 @@
 """Job of the pipeline: its experiment, stage, training run, segment and shard, from the arguments of a command."""
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kairos.cli.common import add_config, demand_option
-from kairos.files import DamagedError, check_files, glance, sha256_file, write_record
+from kairos.files import DamagedError, check_files, glance, read_json, sha256_file, write_record
 from kairos.progress import log
 from kairos.shards import Shard
 from kairos_timesteps.errors import ConfigError
@@ -162,10 +163,11 @@ class Job:
         Raises:
             ConfigError: another key was planned.
         """
-        from kairos.workflow.layout import plan_file
+        from kairos.workflow.layout import PLAN_VARIABLE
 
-        planned = glance(plan_file(self.layout.config_file)).get(name)  # none: the job was called by hand
-        if planned not in (None, key):
+        if PLAN_VARIABLE not in os.environ:  # the job was called by hand
+            return
+        if read_json(os.environ[PLAN_VARIABLE])["keys"].get(name, key) != key:
             raise ConfigError(
                 f"{name}: code or files outside of the results have changed since this run began; run again"
             )

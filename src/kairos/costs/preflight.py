@@ -234,7 +234,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
             are shorter than `needed_minutes`.
         KairosError: a file of the profile cannot be read.
     """
-    from kairos.workflow.snakemake_private import parse_runtime, read_longest_limit
+    from kairos.workflow.snakemake_private import read_longest_limit, read_minutes
 
     file = profile_file(profile)
     demand(file, "--profile", repr(str(profile)), "a folder that contains a profile.yaml")
@@ -242,7 +242,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
         # `str` is for the type checker: the file is not None here; `or {}`: an empty file
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
         training_settings = _read_resources(settings.get("set-resources"), rule="train")
-        runtime = parse_runtime(training_settings.get("runtime", training_resources(experiment)["runtime"]))
+        runtime = read_minutes(training_settings.get("runtime", training_resources(experiment)["runtime"]))
         partitions = settings.get("kairos-partition-config")  # path of a file
         limit = math.inf  # minutes
         if partitions:

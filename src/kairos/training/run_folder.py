@@ -25,6 +25,7 @@ from typing import Any
 
 from kairos.files import (
     DamagedError,
+    TemporaryError,
     atomic_folder,
     glance,
     link_file,
@@ -107,7 +108,7 @@ def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
             holder = file.read().strip()  # written below by the process that holds the lock
             problem = f"{state_folder.parent}: another process ({holder}) is training here"
             if not wait:
-                raise KairosError(problem)
+                raise TemporaryError(problem)
             log(f"{problem}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         _reject_job_on_another_machine(state_folder)
@@ -146,7 +147,7 @@ def _reject_job_on_another_machine(state_folder: Path) -> None:
         if is_on_this_machine or has_ended or is_stale:
             return
         if first_update is not None and progress["updated"] != first_update:
-            raise KairosError(
+            raise TemporaryError(
                 f"{state_folder.parent}: is being trained on {progress['host']} (pid {progress['pid']}), and the file "
                 "system's lock does not reach this machine; mount it with locks between machines (NFS: without nolock "
                 "or local_lock)"

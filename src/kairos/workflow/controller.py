@@ -28,20 +28,20 @@ from kairos.config import Experiment, apply_extends, load, validate
 from kairos.config.reading import merge, read_experiment_file
 from kairos.files import read_json, try_lock
 from kairos.progress import duration, log
-from kairos.slurm import job_records_folder
 from kairos.tracking.mlflow_store import tracking_uri, without_credentials
 from kairos.training.job import read_progress
 from kairos.workflow import fork_server
+from kairos.workflow.final_errors import list_error_files
 from kairos.workflow.layout import (
-    FROZEN_VARIABLE,
+    PLAN_VARIABLE,
     Layout,
     Segment,
     create_layout,
-    load_frozen_layout,
+    load_planned_layout,
     write_plan,
 )
 from kairos.workflow.snakemake_private import set_jobs_per_group
-from kairos_timesteps.errors import KairosError, rejection
+from kairos_timesteps.errors import KairosError
 
 _DEFAULT_EXPERIMENT = "params.yaml"
 _SECONDS_TO_END = 45.0  # after a signal, jobs are killed after this time
@@ -57,10 +57,10 @@ _start_time = time.time()  # Unix time at which this process began
 def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
     """Return the layout of the experiment that Snakemake was called for, checked and frozen.
 
-    The controller writes the frozen experiment, sets `FROZEN_VARIABLE` to its path, and logs the notes of the layout.
-    Unless it is a dry run, it removes outdated records of an earlier run. A process for single jobs only loads the
-    frozen experiment. Both ensure that the rules find the command ``kairos``, see `_complete_search_path`. An invalid
-    experiment ends the process with one message and status 2.
+    The controller writes the frozen experiment and its plan, sets `PLAN_VARIABLE` to the path of the plan, and logs the
+    notes of the layout. Unless it is a dry run, it removes outdated records of an earlier run. A process for single
+    jobs only loads the frozen experiment. Both ensure that the rules find the command ``kairos``, see
+    `_complete_search_path`. An invalid experiment ends the process with one message and status 2.
 
     Args:
         workflow: Snakemake's workflow.
@@ -71,13 +71,13 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
         if opened is workflow:  # a Snakefile that loads this one as a module
             return layout
     with _exit_on_error():
-        if FROZEN_VARIABLE in os.environ:  # this process runs single jobs: the controller has set the variable
-            return load_frozen_layout()
-        layout = create_layout(_load_experiment(workflow, config))
+        if PLAN_VARIABLE in os.environ:  # this process runs single jobs: the controller has set the variable
+            return load_planned_layout()
+        layout = write_plan(create_layout(_load_experiment(workflow, config)))
         results = layout.results
         # Snakemake sets the options of the jobs after it has read the Snakefile
         layout = dataclasses.replace(layout, ignores_age=cache(lambda: not _forces_jobs(workflow, results)))
-        os.environ[FROZEN_VARIABLE] = str(layout.config_file.resolve())
+        os.environ[PLAN_VARIABLE] = str(layout.plan_file)
         if not workflow.output_settings.dryrun:
             _remove_leftovers(layout)
         for note in layout.notes:
@@ -173,8 +173,7 @@ def _remove_leftovers(layout: Layout) -> None:
     1. The record of an import into MLflow (tracking.json) that failed, or went to another server, is removed, so that
        the import is repeated. A record without the field ``imported`` or ``uri`` is treated as a failed import; a
        damaged record stays.
-    2. The record of a SLURM job, and its success file, are removed if the job succeeded without its controller:
-       Snakemake's metadata contain the job.
+    2. The records of final errors are removed, so that the jobs are tried again.
 
     Nothing is removed if the results cannot be locked; no error is raised then.
     """
@@ -183,10 +182,8 @@ def _remove_leftovers(layout: Layout) -> None:
         return
     # an error of the lock, a damaged tracking.json, or results that cannot be written
     with suppress(KairosError, OSError), lock_results(results):
-        for success_file in job_records_folder(results).glob("*.done"):
-            job_record = success_file.with_suffix(".json")
-            job_record.unlink(missing_ok=True)
-            success_file.unlink()
+        for path in list_error_files(results):
+            path.unlink()
         tracking_file = results / "tracking.json"
         if tracking_file.exists():
             tracking = read_json(tracking_file)
@@ -218,15 +215,12 @@ def training_group(workflow: Any, layout: Layout, segment: Segment) -> Callable[
 def starts(workflow: Any, layout: Layout) -> None:
     """Prepare a run before its first job: lock the results, and start the fork server.
 
-    The process ends with a message and status 2 if another run works on the results, if the file system has no locks,
-    or for ``--executor slurm``. The lock lasts until this process ends. Signal handlers are set (`_end_on_signals`),
+    The process ends with a message and status 2 if another run works on the results, or if the file system has no
+    locks. The lock lasts until this process ends. Signal handlers are set (`_end_on_signals`),
     and the fork server is started, only if this process runs the jobs itself.
     """
     with _exit_on_error():
-        if workflow.executor_plugin.name == "slurm":
-            raise rejection("executor", "'slurm'", "'kairos', whose settings are kairos-… instead of slurm-…")
         _lock_files.append(lock_results(Path(layout.results)))
-        write_plan(layout)
     if workflow.local_exec:
         _end_on_signals(workflow.scheduler)
     if workflow.local_exec and not workflow.touch:

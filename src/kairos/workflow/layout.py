@@ -4,23 +4,25 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from snakemake.io import ancient  # of the Snakefile language
 
 from kairos.analyses.settings import AnalysisOptions
 from kairos.config import Experiment, freeze, load
 from kairos.downloads import warn_of_missing
 from kairos.evaluation.settings import InceptionOptions
-from kairos.files import glance, write_json, write_text
+from kairos.files import glance, read_json, sha256_json, write_json, write_text
 from kairos.stages import ENCODE, STAGES, TRAIN, Stage, list_stages, run_folder
 from kairos.training.job import read_progress
 from kairos.validity import Result, Validity
 from kairos.workflow.rules import gpus_per_job
-from kairos.workflow.snakemake_private import mark_ancient
 
-FROZEN_VARIABLE = "KAIROS_EXPERIMENT"  # environment variable with the path of the controller's frozen experiment
+PLAN_VARIABLE = "KAIROS_PLAN"  # environment variable with the path of the controller's plan, which jobs inherit
+_PLAN_DIGITS = 8  # of the hash in the names of plans
 _INCEPTION_THREADS = 8  # of a job that computes features
 OUTDATED = Path(".kairos/outdated")  # input of every job whose results are not valid, newer than all of its outputs
 _SHARDS_FOLDER = ".shards"  # for the outputs and timing files of jobs that compute a shard
@@ -57,6 +59,7 @@ class Layout:
     Attributes:
         experiment: the checked experiment.
         config_file: frozen copy of the experiment, which all jobs read.
+        plan_file: the plan of the controller, see `write_plan`; None outside of the workflow.
         notes: lines for the user, printed before anything runs.
         validity: decides which results are valid; None in the processes of jobs, where the controller has decided.
         ignores_age: function; it returns False while Snakemake may run jobs whose results are valid, such as forced
@@ -66,6 +69,7 @@ class Layout:
 
     experiment: Experiment
     config_file: Path
+    plan_file: Path | None = None
     notes: list[str] = field(default_factory=list)
     validity: Validity | None = None
     ignores_age: Callable[[], bool] = lambda: True
@@ -269,6 +273,13 @@ class Layout:
         folder = f"{self.training_folder(method, seed)}/{_SHARDS_FOLDER}/{key}"
         return f"{folder}/batch{self.experiment.sampling.batch_size}/{snapshot}.{shard}.npz"
 
+    def log_file(self, stage: str, segment: Segment | None = None, is_shard: bool = False) -> str:
+        """Return the path of a job's log, with Snakemake wildcards; for the arguments see `outputs`."""
+        name = stage
+        if self.stages[stage].per_snapshot:
+            name += f"_{{method}}_seed{{seed}}{segment.suffix}" if segment else "_{method}_seed{seed}_{step}"
+        return f"{self.results}/logs/{name}{'.{shard}' if is_shard else ''}.log"
+
     def timing_file(self, stage: str, run: str | None = None, segment: int = 1, shard: str | None = None) -> str:
         """Return the path of the file with a job's times, which is no output, because it differs in every run.
 
@@ -307,6 +318,31 @@ class Layout:
         """Source of paths, keys and lists of results: `validity` or, in a job's process, an object without results."""
         return self.validity or Validity(self.experiment, self.results, reads_outside=True)
 
+    # The plan
+
+    @property
+    def plan(self) -> str:
+        """Hash of the controller's plan, which is part of the names of its jobs."""
+        assert self.plan_file is not None
+        return self.plan_file.stem.rpartition("-")[2]
+
+    def describe_plan(self) -> dict[str, Any]:
+        """Return what decides the jobs of the experiment: keys of stages, segments, and training runs of a group.
+
+        ``keys`` contains the key of each stage that computes results; of training, by ``train.METHOD``.
+        """
+        keys = {}
+        for name in self.stages:
+            for method in self.methods if name == TRAIN.name else [None]:
+                stage = f"{name}.{method}" if method else name
+                keys[stage] = self._validity.describe_stage(name, method)["key"]
+        return {
+            "keys": keys,
+            "segments": [list(segment.steps) for segment in self.segments],
+            "trainings": self.trainings,
+            "trainings_per_gpu": self.experiment.training.trainings_per_gpu,
+        }
+
     # Values of the rules' directives
 
     def wildcard_pattern(self, values: list[Any]) -> str:
@@ -322,7 +358,7 @@ class Layout:
 
         def list_paths(wildcards: Any) -> list[str]:
             filled = [path.format(**wildcards) for path in paths]
-            return [mark_ancient(path) if self._has_ignored_age(path) else path for path in filled]
+            return [ancient(path) if self._has_ignored_age(path) else path for path in filled]
 
         return list_paths
 
@@ -351,6 +387,20 @@ class Layout:
             return is_valid and self._has_ended(results[-1])
         return is_valid
 
+    def has_valid_outputs(self, outputs: list[str]) -> bool:
+        """Return True if all outputs of a job exist, and results among them have the present key and inputs.
+
+        Files are read again, unlike in `validity`.
+        """
+        if not all(map(os.path.exists, outputs)):
+            return False
+        layout = replace(self, validity=Validity(self.experiment, self.results, reads_outside=True))
+        results = [result for result in map(layout._validity.find_result, outputs) if result is not None]
+        has_ended = (
+            layout._has_ended(results[-1]) if any(Path(path).name == "training.json" for path in outputs) else True
+        )
+        return has_ended and all(map(layout._validity.is_unchanged, results))
+
     def _has_ended(self, result: Result) -> bool:
         """Return True if training.json has the identity and the step of the run's last snapshot."""
         run_record = glance(run_folder(self.results, str(result.method), str(result.seed)) / "training.json")
@@ -369,15 +419,6 @@ class Layout:
             return False
         result = self.validity.find_result(path)
         return result is None or self.validity.is_valid(result)
-
-    def params(self, stage: str) -> dict[str, Any]:
-        """Return the ``params:`` of a stage's rules, as functions: ``config``, the frozen experiment, and ``key``."""
-
-        def find_key(wildcards: Any) -> str:
-            method = wildcards.method if stage == TRAIN.name else None
-            return str(self._validity.describe_stage(stage, method)["key"])
-
-        return {"config": self.config_argument, "key": find_key}
 
     def config_argument(self, wildcards: Any, output: Any) -> str:
         """Return the path of the frozen experiment as text.
@@ -405,7 +446,7 @@ def create_layout(experiment: Experiment) -> Layout:
     resolved, notes = experiment.resolve()
     results = f"results/{resolved.experiment}"
     validity = Validity(resolved, results, reads_outside=True)
-    layout = Layout(resolved, freeze(resolved), notes + warn_of_missing(resolved), validity)
+    layout = Layout(resolved, freeze(resolved), notes=notes + warn_of_missing(resolved), validity=validity)
     if validity.lacks_images:
         record_file = validity.path(Result("prepare"))
         layout.notes.append(f"dataset: files are missing here; the hash in {record_file} is used in their place")
@@ -414,33 +455,30 @@ def create_layout(experiment: Experiment) -> Layout:
     return layout
 
 
-def plan_file(config_file: Path) -> Path:
-    """Return the path of the keys of a controller's plan, in the folder of its frozen experiment."""
-    return config_file.with_suffix(".keys.json")
+def write_plan(layout: Layout) -> Layout:
+    """Write the plan of a controller for its jobs and for the next controller; return the layout with its file.
+
+    The file ``.kairos/config/<experiment>-<hash>.json`` contains `Layout.describe_plan` and, as ``experiment``, the
+    path of the frozen experiment.
+    """
+    content = {"experiment": str(layout.config_file.resolve()), **layout.describe_plan()}
+    name = layout.experiment.experiment
+    path = layout.config_file.with_name(f"{name}-{sha256_json(content)[:_PLAN_DIGITS]}.json").resolve()
+    write_json(path, content)
+    return replace(layout, plan_file=path)
 
 
-def write_plan(layout: Layout) -> None:
-    """Write the keys that a controller has planned with, for its jobs, see `plan_file`."""
-    write_json(plan_file(layout.config_file), _list_keys(layout))
+def read_plan(layout: Layout, plan: str) -> dict[str, Any]:
+    """Return the plan of an earlier controller of an experiment; empty: there is none."""
+    return glance(layout.config_file.with_name(f"{layout.experiment.experiment}-{plan}.json"))
 
 
-def _list_keys(layout: Layout) -> dict[str, str]:
-    """Return the key of each stage that computes results; of training, by ``train.METHOD``."""
-    keys = {}
-    for name in layout.stages:
-        if name == TRAIN.name:
-            for method in layout.methods:
-                keys[f"{name}.{method}"] = layout._validity.describe_stage(name, method)["key"]
-        else:
-            keys[name] = layout._validity.describe_stage(name, None)["key"]
-    return keys
-
-
-def load_frozen_layout() -> Layout:
-    """Return the layout, without notes, of the frozen experiment whose path `FROZEN_VARIABLE` contains.
+def load_planned_layout() -> Layout:
+    """Return the layout, without notes, of the plan whose path `PLAN_VARIABLE` contains.
 
     Raises:
         KeyError: the controller has not set the variable.
     """
-    path = Path(os.environ[FROZEN_VARIABLE])
-    return Layout(load(path), config_file=path)
+    path = Path(os.environ[PLAN_VARIABLE])
+    config_file = Path(read_json(path)["experiment"])
+    return Layout(load(config_file), config_file, plan_file=path)
