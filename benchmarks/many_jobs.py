@@ -96,7 +96,7 @@ class Workplace:
             "OMP_NUM_THREADS": "1",
             "MLFLOW_DISABLE_TELEMETRY": "true",
         }
-        for name in ("KAIROS_EXPERIMENT", "MLFLOW_TRACKING_URI"):
+        for name in ("KAIROS_PLAN", "MLFLOW_TRACKING_URI"):
             self.environment.pop(name, None)
 
     def train_once(self) -> Path:

@@ -1,7 +1,9 @@
-"""The executor plugin without SLURM: its record of earlier jobs, and the jobs that it rejects or does not retry."""
+"""The executor plugin without SLURM: jobs that it waits for, cancels, rejects, or does not attempt again."""
 
+import asyncio
 import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,132 +12,184 @@ import snakemake_executor_plugin_slurm as plugin
 from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
+from kairos.config import validate
 from kairos.files import write_json
-from kairos.slurm import job_records_folder
-from kairos.workflow import controller
+from kairos.slurm import job_name
+from kairos.workflow.final_errors import read_final_error
+from kairos.workflow.layout import create_layout, write_plan
 from snakemake_executor_plugin_kairos import executor as executor_module
 from snakemake_executor_plugin_kairos.executor import Executor
+
+RESULTS = "results/demo"
+NAME = "kairos-demo"
+
+
+def plan(**changes):
+    """Return the layout of a small experiment with its plan; `changes` replace its sections."""
+    values = {"experiment": "demo", "seeds": [0, 1], "dataset": {"source": "digits"}, "methods": {"a": {}, "b": {}}}
+    return write_plan(create_layout(validate({**values, **changes}, "demo.yaml")))
 
 
 @pytest.fixture
 def executor(tmp_path, monkeypatch):
-    """An executor in an empty folder, with a `squeue` that takes a moment, counts its calls and lists no job."""
+    """An executor in an empty folder with a queue: the file `queue`, and `cancelled`, the numbers given to scancel."""
     monkeypatch.chdir(tmp_path)
-    squeue = tmp_path / "bin" / "squeue"
-    squeue.parent.mkdir()
-    squeue.write_text("#!/bin/sh\necho called >> calls\nsleep 0.3\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", str(squeue.parent), prepend=os.pathsep)
+    (tmp_path / "bin").mkdir()
+    scripts = {"squeue": "[ -e queue ] && cat queue || exit 1", "scancel": 'echo "$@" >> cancelled; : > queue'}
+    for name, script in scripts.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setattr(executor_module, "_QUERY_INTERVAL", 0.01)
     executor = Executor.__new__(Executor)  # what __post_init__ sets up needs a whole workflow
-    executor._results = "results/demo"
-    executor._layout = SimpleNamespace(training_folder=lambda method, seed: f"results/demo/methods/{method}/seed{seed}")
-    executor._cancelled = threading.Event()
-    executor._earlier_lock = threading.Lock()
-    executor._loaded_records = None
+    executor._layout = plan()
+    executor._cancelled, executor._earlier_lock = threading.Event(), threading.Lock()
+    executor._submitted, executor._final_errors = set(), {}
+    executor._lost_answers = executor_module.Counter()
+    executor._last_event = time.monotonic()
+    executor._next_seconds_between_status_checks = None
+    settings = SimpleNamespace(array_jobs=None, init_seconds_before_status_checks=5)
+    executor.workflow = SimpleNamespace(executor_settings=settings)
+    write_queue()
     return executor
 
 
-def test_threads_that_submit_jobs_share_one_record_of_earlier_jobs(executor, tmp_path):
-    for number in (11, 12):
-        write_json(
-            job_records_folder("results/demo") / f"{number}.json", {"outputs": [], "work": {}, "slurm_logfile": "log"}
-        )
-    records, start = [], threading.Barrier(2)
+@pytest.fixture
+def reports(monkeypatch):
+    """Reports of the executor to Snakemake: kind and job."""
+    reports = []
+    for kind in ("submission", "success", "error"):
+        name = f"report_job_{kind}"
+        monkeypatch.setattr(plugin.Executor, name, lambda self, info, kind=kind, **_: reports.append((kind, info.job)))
+    return reports
 
-    def read():
-        start.wait()
-        records.append(executor._earlier_records)
 
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert records[0] is records[1] and {path.stem for path in records[0]} == {"11", "12"}
-    assert (tmp_path / "calls").read_text().splitlines() == ["called"]
-    executor._forget(job_records_folder("results/demo") / "11.json")
-    assert {path.stem for path in executor._earlier_records} == {"12"}
+def write_queue(*jobs: tuple[int, str, str, str]) -> None:
+    """Write the queue: number, state, plan and comment of each job."""
+    lines = [
+        f"{number}|{state}|None|N/A|{job_name(RESULTS)}-{plan}|{comment}\n" for number, state, plan, comment in jobs
+    ]
+    Path("queue").write_text("".join(lines) + f"99|RUNNING|None|N/A|{NAME}x-123456-{'0' * 8}|rule_train\n")
+
+
+class FakeJob(SimpleNamespace):
+    """A job of Snakemake."""
+
+    __hash__ = object.__hash__
+
+
+def job(rule: str = "prepare", *wildcards: str, log: str = "job.log", output: str = "out", **resources: str) -> FakeJob:
+    """Return a job of Snakemake."""
+    named = SimpleNamespace(name=rule)
+    return FakeJob(
+        name=rule, rule=named, wildcards=wildcards, resources=resources, log=[log], output=[output],
+        is_group=lambda: False,
+    )  # fmt: skip
+
+
+def group(name: str, *jobs: FakeJob) -> FakeJob:
+    """Return a group of jobs."""
+    rules = "_".join(sorted({single.rule.name for single in jobs}))
+    return FakeJob(name=f"{name}_{rules}", groupid=name, jobs=jobs, resources={}, is_group=lambda: True)
+
+
+def test_a_job_of_the_plan_is_waited_for_once_and_jobs_of_other_experiments_are_left_alone(executor, reports):
+    write_queue((7, "RUNNING", executor._layout.plan, "rule_train_wildcards_a_0"))
+    waits = job("train", "a", "0")
+    executor.run_job(waits)
+    assert reports == [("submission", waits)]
+    assert executor._find_earlier_job(waits) is None  # another attempt is submitted
+    assert not Path("cancelled").exists()
 
 
 @pytest.mark.parametrize(
-    ("answers", "is_queued"),
+    ("comment", "changes", "is_kept"),
     [
-        (["", "", "", "17 RUNNING"], True),
-        (["", "", "", "16 RUNNING"], False),
-        (["", "", "", *["17 COMPLETING"] * 4, "16 RUNNING"], False),  # silent for longer than a job may take to end
-        (["17 COMPLETING", "", "", "", "", "", "17 COMPLETING"], False),  # no later answer is needed
-        (["17 COMPLETING", "", "17 RUNNING"], True),  # SLURM has queued the job again
+        ("rule_train_wildcards_a_0", {"sampling": {"steps": 7}}, True),
+        ("rule_images_a_seed0_evaluate_sample", {"sampling": {"steps": 7}}, False),
+        ("rule_train_wildcards_a_0", {"methods": {"a": {"sampler": "speed"}, "b": {}}}, False),
+        ("rule_train_wildcards_b_0", {"methods": {"a": {"sampler": "speed"}, "b": {}}}, True),
+        ("rule_train_wildcards_a_0", {"training": {"milestones": [100, 5000]}}, False),
+        ("rule_trainings_0_train", {"seeds": [0, 1, 2]}, False),  # other training runs share the job
+        ("rule_prepare", {"methods": {"a": {}}}, True),
+        ("rule_train_wildcards_c_0", {"methods": {"c": {}}}, False),  # the experiment has no such method any more
+        ("rule_unknown", {"methods": {"a": {}}}, False),
     ],
 )
-def test_a_silent_queue_is_queried_until_it_answers_and_an_ending_job_gets_its_time(
-    executor, tmp_path, monkeypatch, answers, is_queued
-):
-    (tmp_path / "answers").write_text("".join(f"{answer}\n" for answer in answers))
-    (tmp_path / "bin" / "squeue").write_text(  # the first line of the file is the answer; without one it fails
-        '#!/bin/sh\nread -r answer < answers\nsed -i 1d answers\n[ -n "$answer" ] && echo "$answer"\n'
+def test_a_job_of_another_plan_is_kept_if_its_work_is_equal(executor, comment, changes, is_kept):
+    write_queue((7, "RUNNING", plan(**changes).plan, comment), (8, "PENDING", "0" * 8, comment))
+    assert (comment in executor._earlier_jobs) is is_kept
+    assert Path("cancelled").read_text().split() == (["8"] if is_kept else ["7", "8"])
+
+
+def test_a_group_is_waited_for_if_its_job_contains_all_of_its_rules(executor):
+    number = executor._layout.plan
+    write_queue(
+        (7, "RUNNING", number, "rule_images_a_seed0_evaluate_sample"),
+        (8, "RUNNING", number, "rule_images_a_seed1_sample"),
     )
-    seconds = [0.0]
-    monkeypatch.setattr(executor_module, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
-    monkeypatch.setattr(executor_module, "_QUERY_INTERVAL", 90)
-    monkeypatch.setattr(executor, "_pause", lambda pause: seconds.__setitem__(0, seconds[0] + pause))
-    assert executor._in_queue("17") is is_queued
-    assert (tmp_path / "answers").read_text() == ""  # all answers were needed
+    sample, evaluate = job("sample", "a", "0"), job("evaluate", "a", "0")
+    assert executor._find_earlier_job(group("images_a_seed0", evaluate)) == "7"
+    assert not Path("cancelled").exists()
+    assert executor._find_earlier_job(group("images_a_seed1", sample, evaluate)) is None
+    assert Path("cancelled").read_text().split() == ["8"]
 
 
-def test_waiting_for_a_silent_queue_ends_when_the_run_is_cancelled(executor, tmp_path):
-    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexit 1\n")
+def test_a_silent_queue_is_asked_until_it_answers_or_the_run_is_cancelled(executor):
+    Path("queue").unlink()
+    timer = threading.Timer(0.3, write_queue, ((7, "RUNNING", executor._layout.plan, "rule_prepare"),))
+    timer.start()
+    assert executor._find_earlier_job(job()) == "7"
+    Path("queue").unlink()
+    del executor.__dict__["_earlier_jobs"]
     executor._cancelled.set()
     with pytest.raises(WorkflowError, match="cancelled"):
-        executor._in_queue("17")
+        executor._find_earlier_job(job())
 
 
-def job(method: str = "", seed: int = 0, rule: str = "train_1", **resources: str) -> SimpleNamespace:
-    """Return a job of Snakemake that may be retried twice."""
-    return SimpleNamespace(
-        name=rule,
-        rule=SimpleNamespace(name=rule),
-        resources=resources,
-        wildcards=SimpleNamespace(method=method, seed=seed),
-        restart_times=2,
-        _attempt=1,
-        is_group=lambda: False,
-    )
+def check(executor, *numbers: int) -> list[str]:
+    """Return the numbers of the jobs that a status check leaves active."""
+
+    async def list_active() -> list[str]:
+        infos = [SubmittedJobInfo(job(), external_jobid=str(number)) for number in numbers]
+        return [info.external_jobid async for info in executor.check_active_jobs(infos)]
+
+    return asyncio.run(list_active())
 
 
-def group(*jobs: SimpleNamespace) -> SimpleNamespace:
-    """Return a group of jobs that may be retried twice."""
-    return SimpleNamespace(name="trainings_0", jobs=jobs, restart_times=2, _attempt=1, is_group=lambda: True)
-
-
-def test_the_executor_slurm_is_rejected(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    workflow = SimpleNamespace(executor_plugin=SimpleNamespace(name="slurm"))
-    layout = SimpleNamespace(results="results/demo")
-    with pytest.raises(SystemExit) as ended:
-        controller.starts(workflow, layout)
-    assert ended.value.code == 2
-    assert "executor: got 'slurm', allowed: 'kairos'" in capsys.readouterr().err
+def test_the_end_of_a_job_is_its_state_or_its_absence_in_three_answers(executor, reports):
+    states = ("COMPLETED", "OUT_OF_MEMORY", "RUNNING", "PREEMPTED")
+    write_queue(*((number, state, "plan", "rule_prepare") for number, state in enumerate(states, 1)))
+    assert check(executor, 1, 2, 3, 4, 5) == ["3", "4", "5"]
+    assert [kind for kind, _ in reports] == ["success", "error"]
+    Path("queue").rename("away")  # no answer
+    assert [check(executor, 4, 5) for _ in range(4)] == [["4", "5"]] * 4
+    Path("away").rename("queue")
+    assert check(executor, 4, 5) == ["4", "5"]
+    Path("out").touch()  # the output of the jobs
+    assert check(executor, 4, 5) == []
+    assert [kind for kind, _ in reports[2:]] == ["success", "success"]
 
 
 @pytest.fixture
-def submitted_jobs(executor, monkeypatch):
+def submitted_jobs(monkeypatch):
     """Jobs that the executor has passed to the SLURM plugin."""
     jobs = []
-    executor.workflow = SimpleNamespace(executor_settings=SimpleNamespace(array_jobs=None))
     monkeypatch.setattr(plugin.Executor, "run_jobs", lambda self, submitted: jobs.extend(submitted))
+    monkeypatch.setattr(plugin.Executor, "run_job", lambda self, submitted: jobs.append(submitted))
     return jobs
 
 
 @pytest.mark.parametrize("resource", ["cluster", "clusters", "slurm_cluster"])
 def test_jobs_for_other_clusters_are_rejected(executor, submitted_jobs, resource):
-    with pytest.raises(WorkflowError, match=f"^{resource}: not possible here"):
+    with pytest.raises(WorkflowError, match=f"^{resource}: only with executor: slurm"):
         executor.run_jobs([job(), job(**{resource: "elsewhere"})])
     assert submitted_jobs == []
 
 
 def test_job_arrays_are_rejected(executor, submitted_jobs):
     executor.workflow.executor_settings.array_jobs = "train_1"
-    with pytest.raises(WorkflowError, match=r"^kairos-array-jobs: not possible here"):
+    with pytest.raises(WorkflowError, match=r"^kairos-array-jobs: only with executor: slurm"):
         executor.run_jobs([job()])
     assert submitted_jobs == []
 
@@ -146,49 +200,66 @@ def test_other_jobs_are_passed_to_the_slurm_plugin(executor, submitted_jobs):
     assert submitted_jobs == jobs
 
 
-FAILED_IN_THIS_JOB = {"state": "failed", "again": True, "job": "7"}
-DIVERGED_IN_THIS_JOB = {"state": "failed", "again": False, "job": "7"}
-DIVERGED_EARLIER = {"state": "failed", "again": False, "job": "6"}
-COMPLETE = {"state": "complete", "again": True, "job": "7"}
+def test_a_job_that_slurm_rejects_is_not_submitted_again_and_its_log_says_why(executor, reports, submitted_jobs):
+    rejected = job(log="logs/rejected.log")
+    message = "SLURM sbatch failed. The error message was 'invalid partition'.\n sbatch call:\n sbatch"
+    executor.report_job_error(SubmittedJobInfo(rejected), msg=message)
+    assert reports == [("error", rejected)]
+    assert "invalid partition" in Path("logs/rejected.log").read_text()
+    executor.run_job(rejected)
+    assert reports == [("error", rejected)] * 2 and submitted_jobs == []
+
+
+def test_a_job_that_slurm_cannot_accept_now_is_submitted_again(executor, reports, submitted_jobs, monkeypatch):
+    monkeypatch.setattr(executor_module, "_SUBMISSION_PAUSE", 0.05)
+    delayed = job()
+    executor.run_job(delayed)
+    executor.report_job_error(SubmittedJobInfo(delayed), msg="Unable to contact slurm controller")
+    time.sleep(0.5)
+    assert submitted_jobs == [delayed, delayed] and reports == []
+    # SLURM had accepted the job although sbatch failed
+    write_queue((7, "PENDING", executor._layout.plan, "rule_prepare"))
+    executor.report_job_error(SubmittedJobInfo(delayed), msg="Unable to contact slurm controller")
+    time.sleep(0.5)
+    assert reports == [("submission", delayed)]
 
 
 @pytest.mark.parametrize(
-    ("progress_records", "exact", "retried"),
+    ("errors", "outputs", "is_final"),
     [
-        ([DIVERGED_IN_THIS_JOB], True, False),
-        ([DIVERGED_IN_THIS_JOB, COMPLETE], True, False),
-        ([DIVERGED_IN_THIS_JOB], False, True),
-        ([DIVERGED_IN_THIS_JOB, FAILED_IN_THIS_JOB], True, True),
-        ([DIVERGED_EARLIER], True, True),
-        ([FAILED_IN_THIS_JOB], True, True),
+        (["one"], [], True),
+        ([], [], False),
+        (["one"], ["two"], True),  # the other job of the group is complete
+        (["one"], [], False),  # the other one may still succeed
+        (["one", "two"], [], True),
     ],
 )
-def test_a_run_that_diverged_is_not_retried(executor, monkeypatch, progress_records, exact, retried):
-    reported = []
-    monkeypatch.setattr(plugin.Executor, "report_job_error", lambda self, info, **_: reported.append(info.job))
-    executor._exact, executor._loaded_records = exact, {}
-    jobs = []
-    for number, record in enumerate(progress_records):
-        training = Path("results/demo/methods/method") / f"seed{number}"
-        write_json(training / ".state/progress.json", record)
-        jobs.append(job("method", number))
-    failed = jobs[0] if len(jobs) == 1 else group(*jobs)
-    executor.report_job_error(SubmittedJobInfo(failed, external_jobid="7"))
-    assert reported == [failed]
-    assert (failed._attempt <= failed.restart_times) is retried
-
-
-@pytest.mark.parametrize(
-    ("planned", "quiet_seconds", "expected"),
-    [(30, 8, 5), (30, 60, 15), (30, 3600, 30)],  # at least the initial interval, at most the plugin's own one
-)
-def test_status_checks_follow_each_other_after_a_quarter_of_the_time_without_an_event(
-    executor, monkeypatch, planned, quiet_seconds, expected
+def test_a_job_is_not_attempted_again_after_a_final_error(
+    executor, reports, submitted_jobs, request, errors, outputs, is_final
 ):
-    settings = SimpleNamespace(init_seconds_before_status_checks=5)
-    executor.workflow = SimpleNamespace(executor_settings=settings)
-    executor._last_event = 1000.0
-    executor.next_seconds_between_status_checks = planned
-    monkeypatch.setattr(executor_module, "time", SimpleNamespace(monotonic=lambda: 1000.0 + quiet_seconds))
-    executor._limit_interval()
-    assert executor.next_seconds_between_status_checks == expected
+    jobs = [job("train", name, "0", log=f"{name}.log", output=name) for name in ("one", "two")]
+    for name in errors:
+        write_json(f"{name}.error.json", {"plan": executor._layout.plan, "message": f"{name} diverged"})
+    for name in outputs:
+        Path(name).touch()
+    failed = jobs[0] if request.node.callspec.id.startswith(("errors0", "errors1")) else group("trainings_0", *jobs)
+    executor.report_job_error(SubmittedJobInfo(failed, external_jobid="7"))
+    executor.run_job(failed)
+    assert [kind for kind, _ in reports] == (["error"] * 2 if is_final else ["error"])
+    assert submitted_jobs == ([] if is_final else [failed])
+
+
+def test_an_error_of_another_plan_is_not_final(executor):
+    write_json("job.error.json", {"plan": "0" * 8, "message": "before"})
+    assert read_final_error("job.log", executor._layout.plan) == ""
+    assert read_final_error("job.log", "0" * 8) == "before"
+
+
+@pytest.mark.parametrize(("quiet_seconds", "expected"), [(8, 5), (60, 15), (3600, 180)])
+def test_status_checks_follow_each_other_after_a_quarter_of_the_time_without_an_event(
+    executor, quiet_seconds, expected
+):
+    executor._last_event = time.monotonic() - quiet_seconds
+    write_queue((7, "RUNNING", executor._layout.plan, "rule_prepare"))
+    check(executor, 7)
+    assert executor.next_seconds_between_status_checks == pytest.approx(expected, abs=1)

@@ -31,7 +31,7 @@ rule brightness:
     output:
         update(layout.outputs("brightness")),
     params:
-        **layout.params("brightness"),
+        config=layout.config_argument,
     shell:
         "kairos brightness --config {params.config}"
 """

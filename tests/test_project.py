@@ -28,7 +28,7 @@ def installed(tmp_path_factory) -> dict[str, str]:
     shutil.rmtree(source)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(folder / "unpacked"), "PATH": path}
-    environment.pop("KAIROS_EXPERIMENT", None)
+    environment.pop("KAIROS_PLAN", None)
     return environment
 
 

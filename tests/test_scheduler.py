@@ -1,17 +1,13 @@
 """Tests of the jobs that a cluster's scheduler receives: their resources, grouped jobs, and the SLURM profile."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import yaml
 from snakemake_executor_plugin_slurm.partitions import read_partition_file
 
 from kairos.config import validate
-from kairos.workflow import batch_script
 from kairos.workflow.rules import training_resources
 from snakemake_executor_plugin_kairos.executor import TEMPORARY_SBATCH_ERRORS
 from workflow_copy import Copy
@@ -145,15 +141,6 @@ def test_the_resources_of_a_training_run_follow_its_settings(fields, expected):
 def test_a_job_is_submitted_again_only_after_temporary_errors_of_sbatch(error, is_temporary):
     message = f"SLURM sbatch failed. The error message was 'sbatch: error: {error}'."
     assert bool(TEMPORARY_SBATCH_ERRORS.search(message)) is is_temporary
-
-
-@pytest.mark.parametrize(("status", "files"), [(0, ["7.done"]), (3, [])])
-def test_a_job_records_its_success(tmp_path, status, files):
-    line = [sys.executable, "-m", batch_script.__name__, "records", sys.executable, "-c", f"raise SystemExit({status})"]
-    (tmp_path / "records").mkdir()
-    environment = {**os.environ, "SLURM_JOB_ID": "7"}
-    assert subprocess.run(line, cwd=tmp_path, env=environment).returncode == status
-    assert [path.name for path in (tmp_path / "records").iterdir()] == files
 
 
 EDITED = {"default-resources", "slurm_account", "slurm_partition", "slurm_extra", "kairos-partition-config"}

@@ -19,7 +19,7 @@ from kairos.config import load, validate
 from kairos.files import read_json
 from kairos.training.run_folder import lock_run_folder
 from kairos.workflow import controller
-from kairos.workflow.layout import FROZEN_VARIABLE, Layout
+from kairos.workflow.layout import PLAN_VARIABLE, Layout
 from training_case import experiment
 from workflow_copy import Copy, copy_finished_run
 
@@ -102,7 +102,7 @@ def test_seeds_follow_each_other_and_evaluations_precede_the_next_training():
 
 def test_jobs_read_a_frozen_copy_of_the_experiment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(FROZEN_VARIABLE, raising=False)
+    monkeypatch.delenv(PLAN_VARIABLE, raising=False)
     file = Path("experiment.yaml")
 
     def open_with_seed(seed: int) -> Layout:
@@ -121,14 +121,13 @@ def test_jobs_read_a_frozen_copy_of_the_experiment(tmp_path, monkeypatch):
     content = frozen_copy.read_bytes()
     assert re.fullmatch(r"edited-[0-9a-f]{16}\.yaml", frozen_copy.name)
     assert frozen_copy.parent == tmp_path / ".kairos/config"
-    for rule in ("prepare", "train", "sample", "evaluate"):
-        assert first.params(rule)["config"](None, None) == first.config_file.as_posix()
+    assert first.config_argument(None, None) == first.config_file.as_posix()
 
-    in_a_job = open_with_seed(2)  # each job's Snakemake inherits FROZEN_VARIABLE from the controller
+    in_a_job = open_with_seed(2)  # each job's Snakemake inherits PLAN_VARIABLE from the controller
     assert in_a_job.experiment == first.experiment and in_a_job.experiment.seeds == [1]
     assert in_a_job.config_file == frozen_copy
 
-    monkeypatch.delenv(FROZEN_VARIABLE)  # as in the next controller
+    monkeypatch.delenv(PLAN_VARIABLE)  # as in the next controller
     second = open_with_seed(2)
     assert second.experiment.seeds == [2] and load(second.config_file) == second.experiment
     assert second.config_file.resolve() != frozen_copy
@@ -224,18 +223,17 @@ def test_a_new_modification_time_reruns_nothing(pretended):
 
 
 @pytest.mark.long
-def test_a_failed_import_is_repeated(pretended):
+def test_a_failed_import_and_a_job_with_a_final_error_are_repeated(pretended):
     record = pretended.folder / "results/tiny/tracking.json"
     before = record.read_text()
     record.write_text('{"imported": false}\n')
-    records = pretended.folder / ".kairos/jobs/tiny"
-    records.mkdir(parents=True)
-    for name in ("1.json", "1.done", "2.json"):  # a job that ended without a controller, and one that may run
-        (records / name).touch()
+    final_error = pretended.folder / "results/tiny/logs/sample_uniform_seed0.error.json"
+    final_error.parent.mkdir(exist_ok=True)
+    final_error.touch()
     try:
         assert pretended.to_do() == {"track": 1}
         pretended.snakemake("--touch", "--", "results/tiny/summary.csv")  # any call except a dry run
-        assert [path.name for path in records.iterdir()] == ["2.json"]
+        assert not final_error.exists()
     finally:
         record.write_text(before)
 

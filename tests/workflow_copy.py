@@ -54,7 +54,7 @@ class Copy:
             "DVC_NO_ANALYTICS": "1",
             "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db",
         }
-        self.environment.pop("KAIROS_EXPERIMENT", None)
+        self.environment.pop("KAIROS_PLAN", None)
 
     def run(self, *command: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True)

@@ -17,6 +17,7 @@ from workflow_copy import Copy
 
 CONFIG = "experiment.yaml"
 RESULTS = "results/cluster"
+_KAIROS = ("--kairos-init-seconds-before-status-checks", "1")
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ class Pipeline:
         (self.folder / CONFIG).write_text(yaml.safe_dump(values))
 
     @contextmanager
-    def controller(self, *arguments: str) -> Iterator["Controller"]:
-        """Run Snakemake with the SLURM profile in the background, and kill it at the end of the context."""
+    def controller(self, *arguments: str, executor: tuple[str, ...] = _KAIROS) -> Iterator["Controller"]:
+        """Run Snakemake with the SLURM profile in the background, and kill it at the end of the context.
+
+        `executor` contains the options of the executor.
+        """
         self._runs += 1
         command = [
-            "snakemake", "--profile", "profiles/slurm", "--configfile", CONFIG, "--jobs", "16",
-            "--kairos-init-seconds-before-status-checks", "1", *arguments,
+            "snakemake", "--profile", "profiles/slurm", "--configfile", CONFIG, "--jobs", "16", *executor, *arguments,
         ]  # fmt: skip
         log = self.folder / f"controller{self._runs}.log"
         with open(log, "w") as out:

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 import yaml
-from pipeline import RESULTS, Pipeline, all_jobs, details
+from pipeline import CONFIG, RESULTS, Pipeline, all_jobs, details
 from slurm import slurm, wait_for
 from sweep import KILLS, Sweep, record_hash
 
@@ -46,14 +46,7 @@ def test_the_pipeline_runs_on_slurm_up_to_its_report(sweep: Sweep) -> None:
     assert sorted(shared_jobs) == ["rule_prepare", "rule_reference"]  # one job computed each of these stages
 
 
-def test_a_controller_cancels_jobs_that_must_not_run(pipeline: Pipeline) -> None:
-    """Three jobs of one training run must not run.
-
-    1. A job of an earlier controller, whose experiment has been edited since.
-    2. A job without a record of its submission. There is one if sbatch fails after SLURM took the job, or if the
-       controller is killed at that moment.
-    3. A finished job that SLURM queues again.
-    """
+def test_jobs_of_another_plan_continue_if_their_work_is_equal_and_are_cancelled_otherwise(pipeline: Pipeline) -> None:
     partitions = {"main": {"max_nodes": 1}, "wide": {"max_nodes": 2}}
     (pipeline.folder / "partitions.yaml").write_text(yaml.safe_dump({"partitions": partitions}))
     pipeline.configure({"edited": {"sampler": "uniform"}}, milestones=[20_000])
@@ -62,29 +55,32 @@ def test_a_controller_cancels_jobs_that_must_not_run(pipeline: Pipeline) -> None
         wait_for(training.has_checkpoint, 300, "the first checkpoint")
         os.kill(pid := training.pid(), signal.SIGSTOP)  # it computes nothing until it is cancelled
         controller.process.send_signal(signal.SIGKILL)
-    name = job_name(str(pipeline.folder / RESULTS))
+    name = f"{job_name(pipeline.folder / RESULTS)}-00000000"
     command = ("sbatch", "--parsable", f"--job-name={name}", "--comment=rule_train_wildcards_edited_0", "--mem=50")
-    lost = slurm(*command, "--output=/dev/null", "--wrap", "sleep 600")
-    pipeline.configure({"edited": {"sampler": "speed"}}, milestones=[50])
+    unknown = slurm(*command, "--output=/dev/null", "--wrap", "sleep 600")
+    (first,) = training.jobs()[:1]
 
+    # another plan: training is the same, sampling is not
+    file = pipeline.folder / CONFIG
+    values = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**values, "sampling": {**values["sampling"], "steps": 6}}))
+    with pipeline.controller("--", training.target) as controller:
+        waits = f"SLURM job {first.number} of an earlier run computes"
+        wait_for(lambda: waits in controller.log.read_text(), 300, "the job of the earlier controller")
+        controller.process.send_signal(signal.SIGKILL)
+        output = controller.log.read_text()
+    assert f"SLURM job {unknown} of an earlier run (rule_train_wildcards_edited_0) has other settings" in output
+    assert slurm("squeue", "-h", "-t", "all", "-j", unknown, "-o", "%T") == "CANCELLED"
+    assert training.jobs()[0].state == "RUNNING"
+
+    pipeline.configure({"edited": {"sampler": "speed"}}, milestones=[50])
     with pipeline.controller("--kairos-partition-config", "partitions.yaml", "--", training.target) as controller:
-        wait_for(lambda: "from other settings: cancelling it" in controller.log.read_text(), 300, "a cancelled job")
-        with suppress(
-            ProcessLookupError
-        ):  # SLURM sends SIGCONT too when it cancels the job, so the process may have ended
+        wait_for(lambda: "other settings or code: cancelling it" in controller.log.read_text(), 300, "a cancelled job")
+        with suppress(ProcessLookupError):  # SLURM sends SIGCONT too when it cancels the job: it may have ended
             os.kill(pid, signal.SIGCONT)
-        wait_for(lambda: len(training.jobs()) == 2, 300, "the second job")
-        first, second = training.jobs()
-        os.kill(controller.process.pid, signal.SIGSTOP)
-        wait_for(lambda: training.jobs()[1].state == "COMPLETED", 300, "the end of the second job")
-        slurm("scontrol", "requeuehold", second.number)
-        os.kill(controller.process.pid, signal.SIGCONT)
-        controller.wait_for_success(120)
-    output = controller.log.read_text()
-    assert f"SLURM job {first.number} of an earlier run computes" in output
-    assert f"SLURM job {lost} (rule_train_wildcards_edited_0) is in the queue without a record" in output
-    assert slurm("squeue", "-h", "-t", "all", "-j", lost, "-o", "%T") == "CANCELLED"
-    assert [job.state for job in training.jobs()] == ["CANCELLED", "CANCELLED"]
-    assert (details(second)["Partition"], details(second)["NumNodes"]) == ("main", "1")
+        controller.wait_for_success(300)
+    jobs = [job for job in training.jobs() if job.number != unknown]
+    assert [job.state for job in jobs] == ["CANCELLED", "COMPLETED"]
+    assert (details(jobs[1])["Partition"], details(jobs[1])["NumNodes"]) == ("main", "1")
     assert training.complete()
     assert training.steps_of_jobs() == [50]

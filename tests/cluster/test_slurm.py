@@ -1,7 +1,6 @@
 """Tests that the SLURM cluster of these tests treats jobs like a production cluster; its jobs only sleep."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,16 +63,6 @@ def test_a_job_leaves_a_node_that_is_set_down(folder: Path) -> None:
         slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
     assert [line.split()[0] for line in starts(folder)] == ["n2", "n1"]
     assert details(job_of(folder, number))["Restarts"] == "1"
-
-
-def test_the_signal_of_the_profile_comes_before_the_time_limit(folder: Path) -> None:
-    waits = "bash -c 'trap \"echo asked to leave; exit 75\" TERM; while :; do sleep 0.2; done'"
-    line = f"exec {sys.executable} -m kairos.workflow.batch_script {folder} {waits}"
-    number = submit(folder, line, "--time=1", "--signal=B:TERM@120", "--constraint=steady")
-    wait_for(lambda: job_of(folder, number).state in ("FAILED", "TIMEOUT", "COMPLETED"), 240, "the end of the job")
-    assert job_of(folder, number).state == "FAILED"
-    assert "asked to leave" in (folder / f"{number}.log").read_text()
-    assert details(job_of(folder, number))["ExitCode"] == "75:0"
 
 
 def test_a_job_that_exceeds_its_memory_is_killed(folder: Path) -> None:

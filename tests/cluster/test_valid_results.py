@@ -89,8 +89,8 @@ def submitted_rules(pipeline: Pipeline) -> list[str]:
 
 
 def is_submitted(pipeline: Pipeline) -> bool:
-    """Return True if the controller has recorded a submitted job."""
-    return any((pipeline.folder / ".kairos/jobs/cluster").glob("*.json"))
+    """Return True if SLURM has a job of the pipeline that waits or runs."""
+    return any(job.state in ("PENDING", "RUNNING") for job in all_jobs(pipeline.folder))
 
 
 def forget_metadata(pipeline: Pipeline) -> None:
