@@ -73,10 +73,11 @@ class Executor(plugin.Executor):
             del os.environ[name]
         os.environ |= _OFFLINE
         signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a script ignore SIGINT
-        super().__post_init__(test_mode)
         self._layout = load_planned_layout()
+        settings = self.workflow.executor_settings
+        settings.logdir = settings.logdir or slurm_logs_folder(self._layout.results)
+        super().__post_init__(test_mode)
         self.run_uuid = f"{job_name(self._layout.results)}-{self._layout.plan}"  # name of this controller's jobs
-        self.slurm_logdir: Path = slurm_logs_folder(self._layout.results)
         self._last_event = time.monotonic()  # when a job was last submitted, or last ended
         self._submitted: set[str] = set()  # numbers of this controller's jobs
         self._final_errors: dict[Any, str] = {}  # by job, whose further attempts are not submitted

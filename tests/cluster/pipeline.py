@@ -17,7 +17,7 @@ from workflow_copy import Copy
 
 CONFIG = "experiment.yaml"
 RESULTS = "results/cluster"
-_KAIROS = ("--kairos-init-seconds-before-status-checks", "1")
+KAIROS = ("--kairos-init-seconds-before-status-checks", "1")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Pipeline:
         (self.folder / CONFIG).write_text(yaml.safe_dump(values))
 
     @contextmanager
-    def controller(self, *arguments: str, executor: tuple[str, ...] = _KAIROS) -> Iterator["Controller"]:
+    def controller(self, *arguments: str, executor: tuple[str, ...] = KAIROS) -> Iterator["Controller"]:
         """Run Snakemake with the SLURM profile in the background, and kill it at the end of the context.
 
         `executor` contains the options of the executor.

@@ -1,9 +1,17 @@
-"""Tests of the pipeline with executors that know nothing of kairos."""
+"""Tests of the pipeline with several executors, also under random kills."""
 
+import os
+import random
 import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from contextlib import suppress
 
 import pytest
-from pipeline import RESULTS, Pipeline, all_jobs
+from pipeline import KAIROS, Pipeline, Training, all_jobs
+from slurm import slurm
 
 from kairos.files import hash_folder
 
@@ -21,39 +29,95 @@ esac
 """
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--executor", "slurm", "--slurm-status-command", "squeue", "--slurm-init-seconds-before-status-checks", "1"),
-        (
-            "--executor", "slurm", "--slurm-status-command", "squeue", "--slurm-init-seconds-before-status-checks", "1",
-            "--slurm-array-jobs", "all",
-        ),
-        (
-            "--executor", "cluster-generic", "--cluster-generic-submit-cmd", SUBMIT,
-            "--cluster-generic-status-cmd", "./status.sh", "--cluster-generic-cancel-cmd", "scancel",
-        ),
-    ],
-    ids=["slurm", "slurm with job arrays", "cluster-generic"],
-)  # fmt: skip
-def test_results_are_equal_with_an_executor_that_knows_nothing_of_kairos(
-    pipeline: Pipeline, options: tuple[str, ...]
-) -> None:
+_CHECKS = ("--slurm-status-command", "squeue", "--slurm-init-seconds-before-status-checks", "1")
+EXECUTORS = {
+    "kairos": KAIROS,
+    "slurm": ("--executor", "slurm", *_CHECKS),
+    "slurm with job arrays": ("--executor", "slurm", *_CHECKS, "--slurm-array-jobs", "all"),
+    "cluster-generic": (
+        "--executor", "cluster-generic", "--cluster-generic-submit-cmd", SUBMIT,
+        "--cluster-generic-status-cmd", "./status.sh", "--cluster-generic-cancel-cmd", "scancel",
+    ),
+}  # fmt: skip
+KILLS = int(os.environ.get("KAIROS_KILLS", "3"))  # make test-cluster KAIROS_KILLS=20
+
+
+@pytest.fixture(autouse=True)
+def status_command(pipeline: Pipeline) -> None:
+    """Write the command by which cluster-generic asks for the state of a job."""
     (pipeline.folder / "status.sh").write_text(STATUS)
     (pipeline.folder / "status.sh").chmod(0o755)
-    methods = {name: {"sampler": "uniform"} for name in ("first", "second")}
-    pipeline.configure(methods, milestones=[200])
-    runs = [pipeline.training(name) for name in methods]
-    pipeline.run("--until", "evaluate")
-    names = ("samples", "evaluation")
-    before = [hash_folder(run.folder / name) for run in runs for name in names]
-    components = [run.components() for run in runs]
-    for run in runs:
-        shutil.rmtree(run.folder)
-    count = len(all_jobs(pipeline.folder))
-    with pipeline.controller("--until", "evaluate", executor=options) as controller:
+
+
+@pytest.mark.parametrize("executor", ["slurm with job arrays", "cluster-generic"])
+def test_results_are_equal_with_an_executor_that_knows_nothing_of_kairos(pipeline: Pipeline, executor: str) -> None:
+    before = hash_results(pipeline)
+    for training in trainings(pipeline):
+        shutil.rmtree(training.folder)
+    job_count = len(all_jobs(pipeline.folder))
+    with pipeline.controller("--until", "evaluate", executor=EXECUTORS[executor]) as controller:
         controller.wait_for_success()
-    assert len(all_jobs(pipeline.folder)) > count
-    assert [hash_folder(run.folder / name) for run in runs for name in names] == before
-    assert [run.components() for run in runs] == components
-    assert (pipeline.folder / RESULTS / "latents").exists()
+    assert len(all_jobs(pipeline.folder)) > job_count
+    assert hash_results(pipeline) == before
+
+
+@pytest.mark.parametrize("executor", ["kairos", "slurm", "cluster-generic"])
+def test_kills_at_random_moments_change_no_result(
+    pipeline: Pipeline, executor: str, table: list[tuple[str, ...]]
+) -> None:
+    """Controllers and jobs are killed, cancelled, requeued and interrupted; the same command runs until it succeeds."""
+    before = hash_results(pipeline)
+    for training in trainings(pipeline):
+        shutil.rmtree(training.folder)
+    choose, kills, start = random.Random(executor), Counter[str](), time.monotonic()
+    while True:
+        with pipeline.controller("--until", "evaluate", executor=EXECUTORS[executor]) as controller:
+            while controller.process.poll() is None and kills.total() < KILLS:
+                with suppress(subprocess.TimeoutExpired):
+                    controller.process.wait(choose.uniform(3, 15))
+                    break
+                kills[disturb(choose, pipeline, controller.process)] += 1
+            status = controller.process.wait(900)
+        if status == 0:
+            break
+        assert kills.total() <= KILLS and time.monotonic() - start < 60 * (KILLS + 10), controller.log.read_text()
+    steps = pipeline.tiny["training"]["milestones"][-1]
+    assert [sum(training.steps_of_jobs()) for training in trainings(pipeline)] == [steps] * len(trainings(pipeline))
+    counts = ", ".join(f"{kind} {count}" for kind, count in sorted(kills.items()))
+    is_equal = hash_results(pipeline) == before
+    table.append((f"{executor}: {counts}", "", f"{time.monotonic() - start:.0f}", "yes" if is_equal else "NO"))
+    assert is_equal
+
+
+def trainings(pipeline: Pipeline) -> list[Training]:
+    """Return the training runs of the experiment."""
+    return [pipeline.training(method) for method in pipeline.tiny["methods"]]
+
+
+def hash_results(pipeline: Pipeline) -> list[object]:
+    """Return the hashes of the components, samples and evaluations of all training runs."""
+    hashes: list[object] = []
+    for training in trainings(pipeline):
+        hashes += [training.components(), *(hash_folder(training.folder / name) for name in ("samples", "evaluation"))]
+    return hashes
+
+
+def disturb(choose: random.Random, pipeline: Pipeline, controller: "subprocess.Popen[bytes]") -> str:
+    """Disturb the controller or a running job at random; return what happened."""
+    kind = choose.choice(["controller killed", "controller interrupted", "cancelled", "requeued", "job killed"])
+    jobs = [job for job in all_jobs(pipeline.folder) if job.state == "RUNNING"]
+    if kind == "controller interrupted":
+        controller.send_signal(signal.SIGINT)
+    elif kind == "controller killed" or not jobs:
+        controller.kill()
+        kind = "controller killed"
+    else:
+        commands = {
+            "cancelled": ("scancel",),
+            "requeued": ("scontrol", "requeue"),
+            "job killed": ("scancel", "--signal=KILL", "--full"),
+        }
+        number = choose.choice(jobs).number
+        with suppress(RuntimeError):  # it has just ended
+            slurm(*commands[kind], number)
+    return kind

@@ -10,7 +10,6 @@ NAMES = [  # module and class, attribute, and the issue whose solution would rep
     ("snakemake.settings.types:GroupSettings", "group_components", "snakemake#1408: sizes of groups in the Snakefile"),
     ("snakemake_executor_plugin_slurm.partitions", "read_partition_file", "none filed: limits of partitions"),
     ("snakemake_executor_plugin_slurm.utils", "parse_time_to_minutes", "none filed: limits of partitions"),
-    ("snakemake_executor_plugin_slurm:Executor", "slurm_logdir", "none filed: folder of logs by run of the workflow"),
     ("snakemake_executor_plugin_slurm.utils", "get_job_wildcards", "snakemake#762: external job ids are lost"),
 ]
 
