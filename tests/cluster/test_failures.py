@@ -50,7 +50,7 @@ def test_a_job_whose_error_another_attempt_would_repeat_is_submitted_once(pipeli
     (folder / "4.png").write_bytes((folder / "3.png").read_bytes()[:60])
     file = pipeline.folder / CONFIG
     values = yaml.safe_load(file.read_text())
-    dataset = {"source": "images", "path": "broken", "size": 8, "color": "grey", "heldout": 0.25}
+    dataset = {"source": "folder", "path": "broken", "resolution": 8, "color": "grey", "heldout": 0.25}
     file.write_text(yaml.safe_dump({**values, "experiment": "broken", "dataset": dataset}))
     before = len(all_jobs(pipeline.folder))
     for run in (1, 2):  # the next run of the workflow tries again
