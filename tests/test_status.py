@@ -16,7 +16,8 @@ import pytest
 from kairos import slurm
 from kairos.cli import main
 from kairos.config import freeze, load, validate
-from kairos.files import hash_folder, write_json, write_record
+from kairos.files import hash_folder, write_record
+from kairos.slurm import Job
 from kairos.status.run_progress import RunProgress, list_run_progress, load_outline
 from kairos.training.job import ProgressFile
 from kairos.validity import Result, Validity
@@ -164,17 +165,12 @@ def test_rate_and_remaining_time_of_a_running_run(monkeypatch: pytest.MonkeyPatc
 
 def test_a_job_in_the_queue_takes_precedence_over_the_progress_file() -> None:
     write_progress("uniform", 50)  # its process ended, and SLURM queued the job again
-    write_json(
-        ".kairos/jobs/many/18.json", {"outputs": ["results/many/methods/p2/seed0/snapshots/0000100/snapshot.json"]}
-    )
-    write_json(".kairos/jobs/many/19.json", {"outputs": ["results/many/methods/p2/seed0/samples/0000100.npz"]})
-    lines = (
-        "17|PENDING|Priority|N/A|rule_train_1_wildcards_uniform_0",
-        "18|RUNNING|None|2026-01-31T12:00:00|rule_trainings_1",
-        "19|PENDING|Dependency|N/A|rule_images_p2_seed0_1",
-        "20|PENDING|Resources|2026-02-01T12:00:00|rule_train_wildcards_log_normal_0",
-    )
-    jobs = [slurm._parse_job(RESULTS, line) for line in lines]
+    jobs = [
+        Job("17", "PENDING", "Priority", None, "train", (("uniform", 0),)),
+        Job("18", "RUNNING", "None", time.time() - 60, "trainings", (("p2", 0),)),
+        Job("19", "PENDING", "Dependency", None, "images", ()),
+        Job("20", "PENDING", "Resources", None, "train", (("log_normal", 0),)),
+    ]
     runs = list_run_progress(load_outline(Path("many.yaml")), jobs)
     states = {run.method: (run.state, run.step, run.location, run.note) for run in runs}
     assert states["uniform"] == ("queued", 50, "job 17", "Priority")

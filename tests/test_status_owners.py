@@ -232,7 +232,7 @@ def test_a_run_that_has_the_lock_and_no_step_is_starting() -> None:
         "slurmstepd: error: *** JOB 17 ON n1 CANCELLED AT 2026-11-30T12:00:00 DUE TO TIME LIMIT ***",
         "srun: error: n1: task 0: Out Of Memory",
         "/var/spool/slurmd/job00017/slurm_script: line 4:  4711 Killed    python -m snakemake",
-        "slurmstepd: error: Exceeded job memory limit",
+        "slurmstepd-n1: error: Exceeded job memory limit",
     ],
 )
 def test_a_job_that_died_before_its_first_line_has_failed_with_the_line_of_slurm(text: str) -> None:
@@ -241,6 +241,14 @@ def test_a_job_that_died_before_its_first_line_has_failed_with_the_line_of_slurm
     run = assess()
     assert (run.state, run.note) == ("failed", text)
     assert log in run.logs
+
+
+def test_a_job_cancelled_before_its_first_line_has_stopped() -> None:
+    cancelled = "slurmstepd: error: *** JOB 17 ON n1 CANCELLED AT 2026-11-30T12:00:00 ***\n"
+    write_slurm_log("17", cancelled)
+    assert assess().state == "stopped"
+    write_slurm_log("17", f"{KILLED}\n{cancelled}")
+    assert (assess().state, assess().note) == ("failed", KILLED)
 
 
 def test_a_group_that_died_before_its_first_line_has_failed() -> None:

@@ -1,7 +1,6 @@
 """Logs of an experiment's jobs: messages of the jobs, and messages of SLURM about jobs that it has ended.
 
 The logs of jobs are in the folder of results, and SLURM's logs in a folder with the name of the experiment's jobs.
-A log does not contain the time of its job. Logs from before the last start of a controller therefore count as history.
 """
 
 import os
@@ -16,10 +15,10 @@ from kairos.slurm import job_name
 _TAIL = 65536  # bytes at the end of a log that are searched: Snakemake's messages follow those of the job
 # lines that begin an error of a command or of sbatch, up to the end of the log
 _ERROR = re.compile(r"kairos: |sbatch: |SLURM |Traceback ")
-# lines with which SLURM, the kernel or the shell reports the end of a job
-_END_OF_JOB = re.compile(
-    r"slurmstepd: error|srun: error|oom[-_ ]?kill|out of memory|exceeded .*memory|\bkilled\b|\bCANCELLED\b",
-    re.IGNORECASE,
+# lines with which SLURM, the kernel or the shell reports the end of a job: those with a cause come first
+_END_OF_JOB = (
+    re.compile(r"oom[-_ ]?kill|out of memory|exceeded .*memory|TIME LIMIT|NODE FAIL|PREEMPTION", re.IGNORECASE),
+    re.compile(r"^(slurmstepd|srun)\S*: error|\bkilled\b|\bCANCELLED\b", re.IGNORECASE),
 )
 _QUEUE_SECONDS = 10.0  # age of SLURM's log below which its job may have started since the queue was queried
 SILENT_SECONDS = 300.0  # silence from which a job that is not known to run is treated as ended
@@ -37,7 +36,7 @@ def slurm_logs_folder(results: Path) -> Path:
 
 
 class JobLogs:
-    """Logs of an experiment's jobs, listed once; logs from before the last start of a controller are left out.
+    """Logs of an experiment's jobs, listed once.
 
     Args:
         results: folder of the experiment's results.
@@ -69,20 +68,21 @@ class JobLogs:
 
     def find_log(self, name: str) -> Path | None:
         """Return the newest log of a stage or training run, such as ``encode`` or ``train_uniform_seed0``."""
-        return max(filter(self._is_recent, self._paths.get(name, ())), key=os.path.getmtime, default=None)
+        return max(self._paths.get(name, ()), key=os.path.getmtime, default=None)
 
     def find_slurm_log(self, *folders: str) -> Path | None:
         """Return SLURM's log of the newest job in some folders, patterns such as ``rule_train*/uniform_0``."""
         paths = [path for folder in folders for path in self._slurm_folder.glob(f"{folder}/*.log")]
-        numbered = [path for path in paths if path.stem.isdecimal() and self._is_recent(path)]
+        numbered = [path for path in paths if path.stem.isdecimal()]
         return max(numbered, key=lambda path: int(path.stem), default=None)
 
     def may_run(self, slurm_log: Path) -> bool:
         """Return True if the job of a log, which is not in the queue as far as known, may still run."""
         return log_age(slurm_log) < (_QUEUE_SECONDS if self._queue_is_known else SILENT_SECONDS)
 
-    def _is_recent(self, path: Path) -> bool:
-        return path.stat().st_mtime >= self._start
+    def is_recent(self, log: Path | None) -> bool:
+        """Return True if a log exists and is not from before the last start of a controller, which starts jobs anew."""
+        return log is not None and log.stat().st_mtime >= self._start
 
 
 def log_age(log: Path) -> float:
@@ -109,19 +109,17 @@ def find_error(log: Path | None) -> str:
 def find_end_of_job(log: Path | None) -> str:
     """Return why a SLURM job has ended, from SLURM's log; empty without a log, or if the job has succeeded.
 
-    The log contains the lines of the job and of Snakemake, too. The reason is the last line of SLURM, the kernel or the
-    shell; else the error of the job, else the last line.
+    The log contains the lines of the job and of Snakemake, too. The reason is the last line with a cause, else the last
+    line of SLURM or the shell, else the error of the job, else the last line of the log.
     """
     if log is None:
         return ""
     lines = _read_last_lines(log)
     if any(_SUCCESS in line for line in lines[-5:]):
         return ""
-    for line in reversed(lines):
-        if _END_OF_JOB.search(line):
-            return line.strip()
+    ends = [line for pattern in _END_OF_JOB for line in reversed(lines) if pattern.search(line)]
     errors = [line.removeprefix("kairos: ") for line in lines if line.startswith("kairos: ")]
-    return [f"SLURM job {log.stem} ended without a message", *lines[-1:], *errors[:1]][-1].strip()
+    return [*ends, *errors, *lines[-1:], f"SLURM job {log.stem} ended without a message"][0].strip()
 
 
 def _read_last_lines(log: Path | None) -> list[str]:

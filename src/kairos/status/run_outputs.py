@@ -136,12 +136,11 @@ def _find_stage_messages(outline: Outline, stages: list[str], queued: set[str], 
     logs = JobLogs(outline.results, queue_is_known)
     messages = []
     for stage in stages:
-        log = logs.find_log(stage)
+        log, slurm_log = logs.find_log(stage), logs.find_slurm_log(f"rule_{stage}")
         last_line = read_last_line(log)
-        error = find_error(log)
-        slurm_log = logs.find_slurm_log(f"rule_{stage}")
-        if slurm_log and not last_line and not logs.may_run(slurm_log):  # a job that ended before its first line
-            error = find_end_of_job(slurm_log)
+        error = find_error(log) if logs.is_recent(log) else ""
+        if not last_line and slurm_log and logs.is_recent(slurm_log) and not logs.may_run(slurm_log):
+            error = find_end_of_job(slurm_log)  # of a job that ended before its first line
         if error:
             messages += [] if stage in queued else textwrap.wrap(f"{stage} failed: {error}", _LINE_LENGTH)
         elif (

@@ -408,18 +408,23 @@ class _RunLogs:
         The attempt has not taken the run's lock, else it would have written the progress file. No job in the queue
         computes the run. The caller passes an empty `progress` if there is no progress file.
 
-        - SLURM's log is of a later job: it is starting if it may still run, see `JobLogs.may_run`, else it has failed.
-        - The log of the command ends with another error than that of the progress file: it has failed.
-        - The log of the command is empty: it is starting if a controller runs, and the log is new. Otherwise it has
-          failed, which is of interest only if there is no progress file.
+        - SLURM's log is of a later job: ``starting`` if it may still run, see `JobLogs.may_run`. Otherwise it is
+          ``stopped`` if it was cancelled, else ``failed``.
+        - The log of the command ends with another error than that of the progress file: ``stopped`` or ``failed``.
+        - The log of the command is empty: ``starting`` if a controller runs, and the log is new. Otherwise it is
+          ``failed``, but only without a progress file, which would tell more.
         """
         slurm_log, log = self._slurm_log, self._log
         reason = find_end_of_job(slurm_log)
         # a job of several runs may have found this one complete
         is_other_run = progress.get("state") == "complete" and self.outline.experiment.training.trainings_per_gpu > 1
-        if slurm_log is not None and reason and _is_later(slurm_log, progress) and not is_other_run:
-            return ("starting", "") if self.logs.may_run(slurm_log) else ("failed", reason)
-        if log is None or log.stat().st_mtime <= progress.get("updated", 0.0):
+        is_later = slurm_log is not None and self.logs.is_recent(slurm_log) and _is_later(slurm_log, progress)
+        if slurm_log is not None and is_later and reason and not is_other_run:
+            if self.logs.may_run(slurm_log):
+                return "starting", ""
+            is_cancelled = "CANCELLED" in reason and "TIME LIMIT" not in reason
+            return "stopped" if is_cancelled else "failed", reason
+        if log is None or not self.logs.is_recent(log) or log.stat().st_mtime <= progress.get("updated", 0.0):
             return None
         error, message = find_error(log), progress.get("message")
         if error:
