@@ -109,8 +109,8 @@ def find_error(log: Path | None) -> str:
 def find_end_of_job(log: Path | None) -> str:
     """Return why a SLURM job has ended, from SLURM's log; empty without a log, or if the job has succeeded.
 
-    The log contains the lines of the job and of Snakemake, too. The reason is the last line with a cause, else the last
-    line of SLURM or the shell, else the error of the job, else the last line of the log.
+    The log contains the lines of the job and of Snakemake, too. The reason is the last line that reports a cause, such
+    as memory. Without one it is, in this order, the last line of SLURM or the shell, the job's error, or the last line.
     """
     if log is None:
         return ""
