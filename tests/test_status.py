@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ import pytest
 from kairos import slurm
 from kairos.cli import main
 from kairos.config import freeze, load, validate
-from kairos.files import hash_folder, write_json, write_record
+from kairos.files import hash_folder, write_record
+from kairos.slurm import Job
 from kairos.status.run_progress import RunProgress, list_run_progress, load_outline
 from kairos.training.job import ProgressFile
 from kairos.validity import Result, Validity
@@ -73,6 +75,16 @@ def write_log(name: str, text: str) -> None:
     (RESULTS / "logs" / name).write_text(text)
 
 
+def write_complete_results(method: str) -> None:
+    """Write record and snapshots of a complete run."""
+    validity = load_outline(Path("many.yaml")).validity
+    for result in validity.list_results("train"):
+        if result.method == method:
+            write_record(validity.path(result), {})
+            validity.add_computed_from(result, {**validity.describe(result), "seed": 0, "device": "cpu"})
+    write_record(RESULTS / "methods" / method / "seed0/training.json", {"steps": 200})
+
+
 def progress_by_method() -> dict[str, RunProgress]:
     """Return the progress of each method's training run, without SLURM jobs."""
     return {training.method: training for training in list_run_progress(load_outline(Path("many.yaml")), [])}
@@ -85,10 +97,12 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
     write_log("train_min_snr_seed0_1.log", "start\n")
     write_progress("speed", 150).write_end("stopped", "SIGTERM: state written after step 150")
     write_progress("adaptive", 200).write_end("complete")
-    write_json(RESULTS / "methods/adaptive/seed0/training.json", {"steps": 200})
+    write_complete_results("adaptive")
     write_progress("log_normal", 100, last_step=100).write_end("complete")  # the first of two segments
     write_log("train_beta_seed0.log", "kairos: latents/record.json is missing\n\n")
     write_log("train_mode_seed0.log", "")  # Snakemake creates the log and the folders of outputs before the job
+    (RESULTS / ".lock").write_text(f"pid {os.getpid()} on {socket.gethostname()}")  # of a controller
+    os.utime(RESULTS / ".lock", (0, 0))
     (RESULTS / "methods/mode/seed0/snapshots/0000200").mkdir(parents=True)
     (RESULTS / "methods/mode/seed0/evaluation").mkdir()
     (RESULTS / "methods/mode/seed0/evaluation/0000200-old.json").write_text("{}")  # a user's copy: its name is no step
@@ -107,7 +121,7 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
         "mode": ("starting", 0, 200),
     }
     assert runs["min_snr"].logs == ("results/many/logs/train_min_snr_seed0_1.log",)
-    assert runs["beta"].note == "kairos: latents/record.json is missing"
+    assert runs["beta"].note == "latents/record.json is missing"
     assert "no process holds its lock" in runs["p2"].note
 
     text = capsys.readouterr().out
@@ -118,13 +132,13 @@ def test_every_state_of_a_training_run_is_shown(capsys: pytest.CaptureFixture[st
     assert "log: results/many/logs/train_beta_seed0.log" in text
     assert max(map(len, text.splitlines())) <= 120
     assert progress_by_method()["uniform"].state == "dead"  # the process that held the lock has ended
-    os.utime(RESULTS / "logs/train_mode_seed0.log", (0, 0))
+    os.utime(RESULTS / "logs/train_mode_seed0.log", (1, 1))
     assert progress_by_method()["mode"].state == "failed"  # an old empty log: the job ended without a message
 
 
 def test_the_progress_or_error_of_a_stage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     write_log("prepare.log", "complete\n")
-    write_record(RESULTS / "dataset/record.json", {})
+    write_record(RESULTS / "dataset/record.json", {"content_sha256": "d" * 64})
     write_log("extractor.log", "interrupted\n")
     os.utime(RESULTS / "logs/extractor.log", (0, 0))
     write_log("encode.log", "encode: 64 of 90 images\nkairos: dataset: a.png is broken\n  b.png is broken\n")
@@ -151,17 +165,12 @@ def test_rate_and_remaining_time_of_a_running_run(monkeypatch: pytest.MonkeyPatc
 
 def test_a_job_in_the_queue_takes_precedence_over_the_progress_file() -> None:
     write_progress("uniform", 50)  # its process ended, and SLURM queued the job again
-    write_json(
-        ".kairos/jobs/many/18.json", {"outputs": ["results/many/methods/p2/seed0/snapshots/0000100/snapshot.json"]}
-    )
-    write_json(".kairos/jobs/many/19.json", {"outputs": ["results/many/methods/p2/seed0/samples/0000100.npz"]})
-    lines = (
-        "17|PENDING|Priority|N/A|rule_train_1_wildcards_uniform_0",
-        "18|RUNNING|None|2026-01-31T12:00:00|rule_trainings_1",
-        "19|PENDING|Dependency|N/A|rule_images_p2_seed0_1",
-        "20|PENDING|Resources|2026-02-01T12:00:00|rule_train_wildcards_log_normal_0",
-    )
-    jobs = [slurm._parse_job(RESULTS, line) for line in lines]
+    jobs = [
+        Job("17", "PENDING", "Priority", None, "train", (("uniform", 0),)),
+        Job("18", "RUNNING", "None", time.time() - 60, "trainings", (("p2", 0),)),
+        Job("19", "PENDING", "Dependency", None, "images", ()),
+        Job("20", "PENDING", "Resources", None, "train", (("log_normal", 0),)),
+    ]
     runs = list_run_progress(load_outline(Path("many.yaml")), jobs)
     states = {run.method: (run.state, run.step, run.location, run.note) for run in runs}
     assert states["uniform"] == ("queued", 50, "job 17", "Priority")
@@ -187,8 +196,6 @@ def test_methods_seeds_and_milestones_come_from_the_file_or_the_folder(capsys: p
     write_experiment(["uniform"], "['12800 images', 400]", "[0, 3]")
     assert load_outline(Path("many.yaml")).milestones == (0, 100, 400)
     assert load_outline(Path("many.yaml")).trainings == [("uniform", 0), ("uniform", 3)]
-    write_progress("p2", 5)
-    assert load_outline(RESULTS).trainings == [("p2", 0)]
     for file, error in (("nowhere.yaml", "cannot be read"), ("many.yaml", "unknown field")):
         Path("many.yaml").write_text("experiment: many\nmethod: {}\n")
         assert main(["status", file]) == 2

@@ -171,20 +171,20 @@ def test_other_methods_and_hosts_are_rejected(results: Path) -> None:
 
 
 def test_names_and_messages_are_escaped() -> None:
-    evil = "<img src=x onerror=alert(1)>"
-    training = Path("results/many/methods") / f'a"{evil}' / "seed0"
+    Path("many.yaml").write_text("experiment: many\nmethods: {a=1+b: {}}\n")
+    folder = Path("results/many/methods/a=1+b/seed0")
     odd = Path(os.fsdecode(os.fsencode("results/many/methods/") + b"caf\xe9 50%?#")) / "seed0"  # not UTF-8
-    for folder in (training, odd):
-        (folder / ".state").mkdir(parents=True)
-        (folder / "samples").mkdir()
-        (folder / "samples/0000010.png").write_bytes(b"of this training")
-        ProgressFile(folder / ".state", 200).write_end("failed", f"{evil} & more")
-    with served(Path("results/many")) as port:
+    for parent in (folder / ".state", odd):
+        parent.mkdir(parents=True)
+    ProgressFile(folder / ".state", 200).write_end("failed", "<img src=x onerror=alert(1)> & more")
+    Path("results/many/logs").mkdir()
+    Path("results/many/logs/train_a=1+b_seed0.log").write_text("of this run")
+    with served(Path("many.yaml")) as port:
         text = fetch_page(port)
-        assert "<img src=x" not in text and "a&#34;&lt;img src=x onerror=alert(1)&gt;</b>" in text
-        assert "&gt; &amp; more" in text and "2 training runs: 2 failed" in text
-        sources = re.findall(r'<img [^>]*src="([^"]+)"', text)
-        assert [request(port, source)[1] for source in sources] == [b"of this training"] * 2
+        assert "<img src=x" not in text and "&gt; &amp; more" in text and "1 training run: 1 failed" in text
+        assert "1 training run in the folder is not of this experiment" in text
+        (log,) = re.findall(r'href="([^"]+)">log', text)
+        assert request(port, log)[1] == b"of this run"
 
 
 def test_the_page_follows_a_running_experiment(folder: Path) -> None:
@@ -195,6 +195,7 @@ def test_the_page_follows_a_running_experiment(folder: Path) -> None:
         state = Path("results/grows/methods/uniform/seed0/.state")
         (state / "0123456789abcdef").mkdir(parents=True)
         progress, metrics = ProgressFile(state, 200), state / "0123456789abcdef/metrics.jsonl"
+        progress.set_identity("0123456789abcdef" * 4)
         curves = []
         for step in (10, 50):
             lines = [json.dumps({"step": at, "images": at, "loss": 1 / at, "mse": 1.0}) for at in range(1, step + 1)]
@@ -213,7 +214,7 @@ def test_the_page_follows_a_running_experiment(folder: Path) -> None:
         )  # the curve falls from the upper edge to the lower edge
         progress.write_end("failed", "step 50: loss nan")
         Path("results/grows/logs").mkdir()
-        Path("results/grows/logs/train_uniform_seed0_1.log").write_text("kairos: loss nan\n")
+        Path("results/grows/logs/train_uniform_seed0_1.log").write_text("kairos: step 50: loss nan\n")
         assert re.search(
             r'class="failed" title="step 50: loss nan">.*\n.*href="/logs/train_uniform_seed0_1', fetch_page(port)
         )

@@ -14,6 +14,7 @@ from slurm import slurm, wait_for
 from kairos import slurm as queue
 from kairos.files import write_json
 from kairos.status import cluster_checks
+from kairos.status.job_logs import slurm_logs_folder
 from kairos.status.run_progress import RunProgress, list_run_progress, load_outline
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -49,16 +50,15 @@ def test_states_of_queued_and_starting_jobs(monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in (("SQUEUE_STATES", "RUNNING"), ("SQUEUE_FORMAT", "%j"), ("SLURM_TIME_FORMAT", "relative")):
         monkeypatch.setenv(name, value)  # settings of a user
     held = submit("rule_train_wildcards_uniform_0", "--hold")
-    shared = submit("rule_trainings")
-    write_json(f".kairos/jobs/many/{shared}.json", {"outputs": ["results/many/methods/p2/seed0/training.json"]})
+    started = submit("rule_train_wildcards_p2_0")
     wait_for(lambda: progress_by_method()["p2"].state == "starting", 60, "the start of a job")
     runs = progress_by_method()
     assert (runs["uniform"].state, runs["uniform"].location) == ("queued", f"job {held}")
     assert runs["uniform"].note == "JobHeldUser"
-    assert runs["p2"].location == f"job {shared}"
+    assert runs["p2"].location == f"job {started}"
     assert runs["speed"].state == "waiting"
-    assert queue.summarize_jobs(queue.list_jobs(RESULTS)[0]) == "in the queue: train 1 wait, trainings 1 run"
-    slurm("scancel", held, shared)
+    assert queue.summarize_jobs(queue.list_jobs(RESULTS)[0]) == "in the queue: train 1 run, train 1 wait"
+    slurm("scancel", held, started)
     wait_for(lambda: {run.state for run in progress_by_method().values()} == {"waiting"}, 60, "the end of the jobs")
 
 
@@ -79,6 +79,23 @@ def test_a_requeued_job_is_starting_until_its_run_reports_progress() -> None:
     assert (run.state, run.step, run.rate) == ("starting", 40, None)
     write_json(state / "progress.json", {**progress, "updated": time.time()})
     assert progress_by_method()["uniform"].state == "running"
+
+
+def test_a_job_killed_for_memory_before_its_first_line_has_failed() -> None:
+    """SLURM's log alone contains the reason; an experiment with an equally named method has another folder."""
+    logs = slurm_logs_folder(RESULTS) / "rule_train/uniform_0"
+    logs.mkdir(parents=True)
+    code = "import time; data = b'1' * 300_000_000; time.sleep(300)"
+    job = submit("rule_train_wildcards_uniform_0", f"--output={logs}/%j.log", command=f'{sys.executable} -c "{code}"')
+    wait_for(lambda: progress_by_method()["uniform"].state in ("starting", "failed"), 60, "the start of the job")
+    wait_for(lambda: progress_by_method()["uniform"].state == "failed", 120, "the end of the job")
+    run = progress_by_method()["uniform"]
+    assert run.logs == (f"{logs}/{job}.log",)
+    assert "memory" in run.note.lower() or "kill" in run.note.lower()
+    assert progress_by_method()["p2"].state == "waiting"
+    result = subprocess.run([sys.executable, "-m", "kairos", "status", "many.yaml"], capture_output=True, text=True)
+    print(result.stdout)
+    assert "3 training runs: 1 failed, 2 waiting" in result.stdout
 
 
 def test_kairos_doctor_on_a_login_node_and_in_a_job() -> None:

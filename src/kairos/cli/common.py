@@ -167,14 +167,10 @@ def load_experiment_at(path: Path) -> tuple["Experiment", Path]:
         ConfigError: the path does not exist, or the file is not a valid experiment.
         KairosError: a folder without a kept file has no snapshot, or the record of the newest snapshot is damaged.
     """
-    from kairos.report.collect import load_recorded_experiment
     from kairos.status.run_progress import load_outline
 
     outline = load_outline(path)
-    experiment = outline.experiment
-    if experiment is None:  # no experiment file is known for the folder of results
-        experiment = load_recorded_experiment(outline.results)
-    return experiment, outline.results
+    return outline.experiment, outline.results
 
 
 def set_up_device(experiment: "Experiment", device: str | None = None) -> "torch.device":

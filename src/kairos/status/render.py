@@ -2,9 +2,9 @@
 
 import os
 import re
+import shutil
 from collections import Counter
-from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,20 +13,14 @@ import jinja2
 import numpy as np
 
 from kairos import slurm
-from kairos.files import glance, list_names
+from kairos.files import glance
 from kairos.progress import duration
 from kairos.report import formatting
+from kairos.status.job_logs import JobLogs, read_last_line
 from kairos.status.run_outputs import RunOutputs, summarise_stages
-from kairos.status.run_progress import (
-    STATES,
-    RunLogs,
-    RunProgress,
-    list_run_progress,
-    load_outline,
-    read_last_line,
-)
+from kairos.status.run_progress import STATES, RunProgress, list_run_progress, load_outline
+from kairos.validity import state_folder
 
-_quote_path = partial(quote, errors="surrogateescape")
 _CURVE_POINTS = 80  # largest number of points of a loss curve, apart from the last point
 _CURVE_TOP, _CURVE_BOTTOM = 2, 28  # y in the SVG, which is 30 units high
 _BLOCK = 2048  # bytes read at one position of metrics.jsonl, about ten lines
@@ -73,11 +67,11 @@ def render_page(experiment: Path, interval: float, moment: float) -> str:
         "interval": interval,
         "formatting": formatting,
         "glance": glance,
-        "url": _quote_path,
+        "url": quote,
     }
     try:
         context |= _collect_status(experiment)
-        logs = RunLogs(context["outline"].results)
+        logs = JobLogs(context["outline"].results)
         rows = [_build_row(run, outputs, logs) for run, outputs in zip(context["runs"], context["outputs"])]
         context["rows"] = rows
         context["rows_by_method"] = _group_by_method(rows)
@@ -100,7 +94,8 @@ def _collect_status(experiment: Path) -> dict[str, Any]:
     """
     outline = load_outline(experiment)
     jobs, queue_error = slurm.list_jobs(outline.results)
-    runs = list_run_progress(outline, jobs)
+    queue_is_known = not queue_error and shutil.which("squeue") is not None
+    runs = list_run_progress(outline, jobs, queue_is_known)
     outputs = [RunOutputs(outline, method, seed) for method, seed in outline.trainings]
     counts = Counter(run.state for run in runs)
     return {
@@ -108,7 +103,7 @@ def _collect_status(experiment: Path) -> dict[str, Any]:
         "runs": runs,
         "outputs": outputs,
         "queue": slurm.summarize_jobs(jobs) if jobs else queue_error,
-        "stages": summarise_stages(outline, outputs),
+        "stages": summarise_stages(outline, outputs, jobs, queue_is_known),
         "summary": ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]),
         "duration": duration,
     }
@@ -122,45 +117,39 @@ def _group_by_method(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any
     return rows_by_method
 
 
-def _build_row(run: RunProgress, outputs: RunOutputs, run_logs: RunLogs) -> dict[str, Any]:
+def _build_row(run: RunProgress, outputs: RunOutputs, job_logs: JobLogs) -> dict[str, Any]:
     """Return the values of a training run's row in the page: run, note, logs, evaluation, grid and losses.
 
     ``evaluation`` and ``grid`` are paths of the last valid files, or None. The note of a running run is the last line
-    of its log, unless it has another note. ``losses`` is the result of `_read_loss_curve`; None for an outdated run,
-    and for a run without metrics.
+    of its log, unless it has another note. ``losses`` is the result of `_read_loss_curve`; None for a run without
+    metrics of its identity.
     """
-    # without the job's number, the plugin's log of a job with several training runs is not found
-    logs = run.logs or run_logs.find(run.method, run.seed, job=None)
+    log = job_logs.find_log(f"train_{run.method}_seed{run.seed}")
     note = run.note
     if not note and run.state == "running":
-        note = read_last_line(logs)
-    # the curve of an outdated run would show a training with other settings
-    metrics_file = None if run.state == "outdated" else _find_newest_metrics(outputs.folder)
+        note = read_last_line(log)
+    metrics_file = _find_metrics(outputs.folder, run.identity)
     return {
         "run": run,
         "note": note,
-        "logs": logs,
+        "logs": run.logs or ([str(log)] if log else []),
         "evaluation": outputs.last_evaluation,
         "grid": outputs.last_grid,
         "losses": None if metrics_file is None else _read_loss_curve(metrics_file),
     }
 
 
-def _find_newest_metrics(run_folder: Path) -> Path | None:
-    """Return the path of the metrics.jsonl of a run that was written last; None: there is none.
+def _find_metrics(run_folder: Path, identity: str | None) -> Path | None:
+    """Return the path of the metrics.jsonl of a run with an identity; None: there is none.
 
-    Every state of the run, a folder in ``.state``, has such a file. The run's folder has a copy, which remains if the
-    states are deleted.
+    The state of the run has such a file. The run's folder has a copy, which remains if the state is deleted.
     """
-    states = run_folder / ".state"
-    folders = [states / name for name in list_names(states)]
-    folders.append(run_folder)
-    write_times = {}  # nanoseconds, by file
-    for folder in folders:
-        metrics_file = folder / "metrics.jsonl"
-        with suppress(FileNotFoundError, NotADirectoryError):  # `.state` contains files, too
-            write_times[metrics_file] = os.stat(metrics_file).st_mtime_ns
-    return max(write_times, key=lambda file: write_times[file], default=None)
+    if identity is None:
+        return None
+    files = [state_folder(run_folder, identity) / "metrics.jsonl"]
+    if glance(run_folder / "training.json").get("identity") == identity:
+        files.append(run_folder / "metrics.jsonl")
+    return next((file for file in files if file.is_file()), None)
 
 
 def _read_loss_curve(metrics_file: Path) -> tuple[str, float, float] | None:

@@ -1,17 +1,15 @@
 """Outputs of an experiment's stages: which exist, and which samples and evaluations have the experiment's settings."""
 
-import os
 import textwrap
-import time
 from functools import cached_property
 from pathlib import Path
 
 from kairos.files import list_by_step
-from kairos.stages import STAGES
-from kairos.status.run_progress import Outline, read_last_lines
+from kairos.slurm import Job
+from kairos.status.job_logs import JobLogs, find_end_of_job, find_error, log_age, read_last_line
+from kairos.status.run_progress import Outline
 from kairos.validity import Result, format_changes
 
-_ERROR = "kairos: "  # begins the message of a command that fails
 _LINE_LENGTH = 120  # columns of a terminal
 _LOG_INTERVAL = 60.0  # largest age in seconds of the last line of a job that is running; most write one every 10 s
 
@@ -19,8 +17,7 @@ _LOG_INTERVAL = 60.0  # largest age in seconds of the last line of a job that is
 class RunOutputs:
     """Samples and evaluations of a training run.
 
-    A file is valid if it, and all that it was computed from, have the experiment's settings, see `kairos.validity`. If
-    only a folder of results is known, there are no settings to compare with, and all files are valid.
+    A file is valid if it, and all that it was computed from, have the experiment's settings, see `kairos.validity`.
 
     Args:
         outline: the experiment.
@@ -64,8 +61,6 @@ class RunOutputs:
         A file without a record, or whose name is the step of no snapshot of the experiment, is not valid.
         """
         validity = self._outline.validity
-        if validity is None:
-            return True
         result = Result(stage, self._method, self._seed, path.stem)
         is_of_experiment = int(path.stem) in self._outline.milestones
         return is_of_experiment and bool(validity.record(result)) and not validity.find_changes(result)
@@ -75,16 +70,16 @@ class RunOutputs:
         return self._is_valid("sample", path)
 
 
-def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
-    """Return lines of text: complete and missing stages, messages of missing stages, counts of samples and evaluations.
+def summarise_stages(outline: Outline, outputs: list[RunOutputs], jobs: list[Job], queue_is_known: bool = True) -> str:
+    """Return lines of text: complete and missing stages, messages of other stages, counts of samples and evaluations.
 
     A stage that all training runs share is complete if its record exists and is not outdated. `outputs` contains all
-    training runs.
+    training runs, and `jobs` the jobs in SLURM's queue. If `queue_is_known` is False, `jobs` may lack some.
     """
-    rows = outline.validity.stages.values() if outline.validity else [row for row in STAGES if not row.per_analysis]
-    shared = [row for row in rows if not row.per_snapshot]
-    existing = [row.name for row in shared if (outline.results / row.record_path).is_file()]
-    missing = [row.name for row in shared if row.name not in existing]
+    validity = outline.validity
+    shared = [row.name for row in validity.stages.values() if not row.per_snapshot]
+    existing = [name for name in shared if validity.record(Result(name))]
+    missing = [name for name in shared if name not in existing]
     changes = _find_changed_stages(outline, existing)
     outdated = [name for group in changes.values() for name in group]
     complete = [name for name in existing if name not in outdated]
@@ -93,20 +88,19 @@ def summarise_stages(outline: Outline, outputs: list[RunOutputs]) -> str:
         groups = (f"{', '.join(group)} ({change})" for change, group in changes.items())
         stages += f"; outdated: {', '.join(groups)}"
     expected_count = len(outline.trainings) * len(outline.milestones)
-    stage_messages = _find_stage_messages(outline.results / "logs", missing)
+    queued = {job.stage for job in jobs}
+    stage_messages = _find_stage_messages(outline, [*missing, *outdated], queued, queue_is_known)
     samples = _count_files("samples", [run.samples for run in outputs], expected_count)
     evaluations = _count_files("evaluations", [run.evaluations for run in outputs], expected_count)
-    return "\n".join([stages, *stage_messages, f"{samples}, {evaluations}", *_describe_other_code(outline)])
+    counts = f"{samples}, {evaluations}"
+    return "\n".join([stages, *stage_messages, counts, *_describe_other_code(outline), *_describe_outline(outline)])
 
 
 def _find_changed_stages(outline: Outline, stages: list[str]) -> dict[str, list[str]]:
     """Return those stages that are outdated, by what has changed since they were computed."""
     changes: dict[str, list[str]] = {}
     for name in stages:
-        validity = outline.validity
-        if validity is None or validity.stages[name].is_summary:  # summaries follow from the other results
-            continue
-        stage_changes = validity.find_changes(Result(name))
+        stage_changes = outline.validity.find_changes(Result(name))
         if stage_changes:
             changes.setdefault(format_changes(stage_changes), []).append(name)
     return changes
@@ -115,8 +109,6 @@ def _find_changed_stages(outline: Outline, stages: list[str]) -> dict[str, list[
 def _describe_other_code(outline: Outline) -> list[str]:
     """Return a list with a line about results whose code alone differs from the present one; else it is empty."""
     validity = outline.validity
-    if validity is None:
-        return []
     names = [row.name for row in validity.stages.values() if not row.is_summary]
     results = [result for name in names for result in validity.list_results(name) if validity.record(result)]
     count = sum(map(validity.differs_by_code_only, results))
@@ -125,23 +117,39 @@ def _describe_other_code(outline: Outline) -> list[str]:
     return [f"{count} of {len(results)} results differ by code only; kairos accept keeps them"]
 
 
-def _find_stage_messages(logs: Path, stages: list[str]) -> list[str]:
-    """Return lines with the error, or else the progress, at the end of each stage's log, without the stage's name.
+def _describe_outline(outline: Outline) -> list[str]:
+    """Return lines about an experiment that is known from a record, and about runs that it does not list."""
+    count = outline.count_other_runs()
+    verb = "training run in the folder is" if count == 1 else "training runs in the folder are"
+    other_runs = f"{count} {verb} not of this experiment" if count else ""
+    return [line for line in (outline.note, other_runs) if line]
 
-    An error is the text ``failed: ...`` in lines of at most 120 columns. Progress is the line ``now: ...``, cut at 120
-    columns: the last line, whatever it is, of a log written in the last minute. A stage with neither has no line.
+
+def _find_stage_messages(outline: Outline, stages: list[str], queued: set[str], queue_is_known: bool) -> list[str]:
+    """Return lines with the error, or else the progress, at the end of each stage's log.
+
+    An error is the text ``encode failed: ...`` in lines of at most 120 columns: the error of the stage, or the reason
+    why SLURM has ended its job. A stage with a job in the queue, `queued`, has none, since its logs may be of an
+    earlier job. Progress is the line ``now: ...``, cut at 120 columns: the last line, whatever it is, of a log written
+    in the last minute, of a stage without results. A stage with neither has no line.
     """
+    logs = JobLogs(outline.results, queue_is_known)
     messages = []
     for stage in stages:
-        log = logs / f"{stage}.log"
-        lines = read_last_lines(str(log))
-        # an error ends the command, so that all lines after it belong to its message
-        error_starts = [index for index, line in enumerate(lines) if line.startswith(_ERROR)]
-        if error_starts:
-            message = " ".join(line.strip() for line in lines[error_starts[0] :])
-            messages += textwrap.wrap(f"failed: {message.removeprefix(_ERROR)}", _LINE_LENGTH)
-        elif lines and lines[-1] and time.time() - os.path.getmtime(log) < _LOG_INTERVAL:
-            messages.append(f"now: {lines[-1].strip()}"[:_LINE_LENGTH])
+        log, slurm_log = logs.find_log(stage), logs.find_slurm_log(f"rule_{stage}")
+        last_line = read_last_line(log)
+        error = find_error(log) if logs.is_recent(log) else ""
+        if not last_line and slurm_log and logs.is_recent(slurm_log) and not logs.may_run(slurm_log):
+            error = find_end_of_job(slurm_log)  # of a job that ended before its first line
+        if error:
+            messages += [] if stage in queued else textwrap.wrap(f"{stage} failed: {error}", _LINE_LENGTH)
+        elif (
+            log is not None
+            and last_line
+            and not outline.validity.record(Result(stage))
+            and log_age(log) < _LOG_INTERVAL
+        ):
+            messages.append(f"now: {last_line}"[:_LINE_LENGTH])
     return messages
 
 
@@ -149,10 +157,9 @@ def _count_files(name: str, files_of_runs: list[dict[str, bool]], expected_count
     """Return the number of valid files as text, such as ``samples 3 of 8 (1 outdated)``.
 
     Files that are not valid are counted as outdated; without them the bracket is left out. `files_of_runs` contains the
-    validity of each file, by step, for each training run. `expected_count` is for the whole experiment; 0: unknown.
+    validity of each file, by step, for each training run. `expected_count` is for the whole experiment.
     """
     validity = [is_valid for files in files_of_runs for is_valid in files.values()]
     valid_count, outdated_count = validity.count(True), validity.count(False)
-    of_expected = f" of {expected_count}" if expected_count else ""
     outdated = f" ({outdated_count} outdated)" if outdated_count else ""
-    return f"{name} {valid_count}{of_expected}{outdated}"
+    return f"{name} {valid_count} of {expected_count}{outdated}"

@@ -1,16 +1,17 @@
 """Progress of every training run of an experiment, read from small files: a thousand runs take a moment.
 
-A run writes ``.state/progress.json``, which is outdated if the process was killed. A lock that is held shows that the
-process is alive, and SLURM's queue shows that its job is.
+A file counts only for its owner:
+
+- Results count by their identity and the settings in their records.
+- The progress file of a run, ``.state/progress.json``, contains identity and job. It is outdated if its process was
+  killed: a lock that is held shows that the process is alive, and SLURM's queue shows that its job is.
+- Logs explain a state. They also show that a later attempt ended before it took the lock of the run.
 """
 
 import fcntl
-import glob
 import os
-import re
 import socket
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,19 +21,17 @@ from kairos.config import Experiment, load
 from kairos.files import glance, list_by_step
 from kairos.progress import duration
 from kairos.slurm import Job
+from kairos.snapshots import step_name
 from kairos.stages import RUN_FOLDERS, TRAIN, run_folder
-from kairos.training.job import ProgressRecord, read_progress
+from kairos.status.job_logs import SILENT_SECONDS, JobLogs, find_end_of_job, find_error, log_age
+from kairos.training.job import ACTIVE_STATES, ProgressRecord, read_progress
 from kairos.validity import Result, Validity, format_changes, state_folder
 from kairos_timesteps.errors import KairosError
 
 # all states of a run, in the order in which `kairos status` counts them
 STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "outdated", "complete")
-_ACTIVE = ("running", "starting", "queued")
 _TROUBLE = ("failed", "dead", "stopped")  # states whose reason is in the progress file or the logs
 _FRESH_SECONDS = 30.0  # age below which a progress file from another machine needs no lock
-_SILENT_SECONDS = 300.0  # silence from which a running job gets a note, and a job that only has a log has failed
-_LOG_NAME = re.compile(r"train_(.+_seed\d+?)(?:_\d+)?\.log")  # train_uniform_seed0.log, or _2.log for segment 2
-_LOG_TAIL = 2000  # bytes at the end of a log that are searched for its last line
 
 
 @dataclass(frozen=True)
@@ -41,20 +40,28 @@ class Outline:
 
     Attributes:
         results: folder of the results.
-        trainings: method and seed of each run.
-        milestones: steps, 0 first; empty if only a folder of results is known.
-        experiment: the experiment; None if only a folder of results is known.
+        experiment: the experiment.
+        note: where the experiment is from if no file of it is known; else empty.
     """
 
     results: Path
-    trainings: list[tuple[str, int]]
-    milestones: tuple[int, ...] = ()
-    experiment: Experiment | None = None
+    experiment: Experiment
+    note: str = ""
 
     @cached_property
-    def validity(self) -> Validity | None:
-        """Decides which results are valid; None if only a folder of results is known."""
-        return None if self.experiment is None else Validity(self.experiment, self.results)
+    def trainings(self) -> list[tuple[str, int]]:
+        """Method and seed of each run."""
+        return [(method, seed) for method in self.experiment.methods for seed in self.experiment.seeds]
+
+    @property
+    def milestones(self) -> tuple[int, ...]:
+        """Steps of the snapshots of each run, 0 first."""
+        return self.experiment.milestones
+
+    @cached_property
+    def validity(self) -> Validity:
+        """Decides which results are valid."""
+        return Validity(self.experiment, self.results)
 
     @cached_property
     def _run_folders(self) -> dict[tuple[str, int], Path]:
@@ -69,29 +76,35 @@ class Outline:
         """
         return self._run_folders[method, seed]
 
+    def count_other_runs(self) -> int:
+        """Return the number of folders of training runs that the experiment does not list."""
+        return len({*self.results.glob(RUN_FOLDERS)} - {*self._run_folders.values()})
+
 
 def load_outline(path: Path) -> Outline:
     """Return the outline of an experiment from its file or its folder of results.
 
     The results of an experiment file are in ``results/<experiment>`` of the working directory. For a folder of results,
-    the newest frozen experiment of that folder is read, see `_find_kept_experiment`. Without one, the outline has the
-    training runs that have a folder, and neither milestones nor an experiment.
+    the newest frozen experiment of that folder is read, see `_find_kept_experiment`. Without one, such as in pulled
+    results, the experiment is that in the record of the newest snapshot.
 
     Raises:
-        KairosError: the folder has neither a frozen experiment nor a training run.
+        KairosError: the folder has neither a frozen experiment nor a snapshot.
         ConfigError: the file is missing, or is not a valid experiment.
     """
     is_folder = path.is_dir()
     experiment_file = _find_kept_experiment(path) if is_folder else path
     if experiment_file is None:
-        return Outline(results=path, trainings=_list_training_folders(path))
+        if not any(path.glob(f"{RUN_FOLDERS}/snapshots/*/snapshot.json")):
+            has_runs = any(path.glob(RUN_FOLDERS))
+            problem = "contains no snapshot yet, which records the experiment" if has_runs else "no training run there"
+            raise KairosError(f"{path}: {problem}; pass the experiment file or a folder results/<experiment>")
+        from kairos.report.collect import load_recorded_experiment  # imports pandas, which takes a second
+
+        note = "experiment: as recorded with the newest snapshot; pass the experiment file if it lists other runs"
+        return Outline(path, load_recorded_experiment(path), note)
     experiment = load(experiment_file)
-    return Outline(
-        results=path if is_folder else Path("results") / experiment.experiment,
-        trainings=[(method, seed) for method in experiment.methods for seed in experiment.seeds],
-        milestones=experiment.milestones,
-        experiment=experiment,
-    )
+    return Outline(path if is_folder else Path("results") / experiment.experiment, experiment)
 
 
 def _find_kept_experiment(results: Path) -> Path | None:
@@ -106,22 +119,6 @@ def _find_kept_experiment(results: Path) -> Path | None:
     return max(kept_files, key=os.path.getmtime, default=None)
 
 
-def _list_training_folders(results: Path) -> list[tuple[str, int]]:
-    """Return method and seed of each folder of a training run, such as ``uniform/seed0``, sorted by both.
-
-    Raises:
-        KairosError: there is no folder of a training run.
-    """
-    trainings = []
-    for folder in results.glob(RUN_FOLDERS):
-        seed = folder.name.removeprefix("seed")
-        if seed.isdigit():
-            trainings.append((folder.parent.name, int(seed)))
-    if not trainings:
-        raise KairosError(f"{results}: no training run there; pass an experiment file or a folder results/<experiment>")
-    return sorted(trainings)
-
-
 @dataclass(frozen=True)
 class RunProgress:
     """State and progress of a training run.
@@ -131,123 +128,124 @@ class RunProgress:
         state: one of `STATES`. ``dead``: the progress file is of a running job, but no process holds the lock.
             ``outdated``: all files of the run were computed with earlier settings.
         step: completed steps, as far as known; 0 for an outdated run.
-        last_step: step at which the run is complete, usually the last milestone, see `_find_last_step`; None: unknown.
+        last_step: step at which the run is complete: the last milestone, or the recorded steps if they are more.
         rate: steps per second; None if the run is not running, or has not measured its rate yet.
         location: host and job as text; empty: unknown.
         note: why the run is in its state, such as the error of a failed one; empty: nothing to add.
-        logs: log files of a run that failed, died or stopped, or that waits without a progress file; else empty.
+        logs: log files of a run that failed, died or stopped; else empty.
+        identity: identity of the run in the progress file or else in its record; None: unknown.
     """
 
     method: str
     seed: int
     state: str
     step: int
-    last_step: int | None
-    rate: float | None
-    location: str
-    note: str
+    last_step: int
+    rate: float | None = None
+    location: str = ""
+    note: str = ""
     logs: tuple[str, ...] = ()
+    identity: str | None = None
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the last step at the present rate; None if the rate or the last step is unknown."""
-        if not self.rate or self.last_step is None:
-            return None
-        return (self.last_step - self.step) / self.rate
+        """Seconds to the last step at the present rate; None if the rate is unknown."""
+        return (self.last_step - self.step) / self.rate if self.rate else None
 
 
-def list_run_progress(outline: Outline, jobs: list[Job]) -> list[RunProgress]:
+def list_run_progress(outline: Outline, jobs: list[Job], queue_is_known: bool = True) -> list[RunProgress]:
     """Return the progress of all training runs of an experiment, in the order of `outline.trainings`.
 
-    `jobs` are the experiment's jobs in SLURM's queue. If a run is in several jobs, the last of them is used.
+    Args:
+        outline: the experiment.
+        jobs: its jobs in SLURM's queue. If a run is in several, the job in its progress file counts, else the last.
+        queue_is_known: False if SLURM has not answered, so that `jobs` may lack some.
     """
-    job_by_run: dict[tuple[str, int], Job] = {}
-    for job_in_queue in jobs:
-        for training in job_in_queue.trainings:
-            job_by_run[training] = job_in_queue
-    job_by_number = {job_in_queue.number: job_in_queue for job_in_queue in jobs}
-    logs = RunLogs(outline.results)
+    job_by_run = {run: job for job in jobs for run in job.trainings}
+    job_by_number = {job.number: job for job in jobs}
+    logs = JobLogs(outline.results, queue_is_known)
     runs = []
     for method, seed in outline.trainings:
         progress = read_progress(outline.run_folder(method, seed))
-        job = job_by_run.get((method, seed))
-        if job is None:  # the queue may not list a job's training runs; the progress file contains the job
-            job = job_by_number.get(str(progress.get("job") or ""))  # no job has the number ""
-        runs.append(_assess_run(outline, method, seed, progress, job, logs))
+        job = job_by_number.get(str(progress.get("job"))) or job_by_run.get((method, seed))
+        run_logs = _RunLogs(logs, outline, method, seed)
+        runs.append(_assess_run(outline, method, seed, progress, job, run_logs))
     return runs
 
 
 def _assess_run(
-    outline: Outline, method: str, seed: int, progress: ProgressRecord, job: Job | None, run_logs: "RunLogs"
+    outline: Outline, method: str, seed: int, progress: ProgressRecord, job: Job | None, logs: "_RunLogs"
 ) -> RunProgress:
-    """Return the state and progress of a training run, from its record, progress file, job, snapshots and logs.
+    """Return the state and progress of a training run.
 
-    A run that is not active (running, starting or queued), and whose settings differ from the experiment's, is
-    ``outdated``. A run that only has a log is ``starting`` if the log is new and empty, else ``failed``. For all
-    other runs see `_find_state`. `progress` is empty without a progress file, and `job` is None if the queue does not
-    contain the run.
+    The first case that applies decides:
+
+    1. The progress file contains ``running`` or ``starting``, and the process is alive: this state.
+    2. A job is in the queue that has not written the progress file: ``queued`` if it is pending, else ``starting``.
+    3. Record and snapshots of the run cover all milestones and have the experiment's settings: ``complete``.
+    4. A later attempt than that of the progress file has begun, see `_RunLogs.find_later_attempt`: its state.
+    5. The results have other settings than the experiment: ``outdated``.
+    6. The progress file contains ``running`` or ``starting``, so the process was killed: ``dead``.
+    7. There is no progress file, or it is of a completed earlier segment: ``waiting``.
+    8. The state is in the progress file: ``stopped`` or ``failed``.
+
+    `progress` is empty without a progress file, and `job` is None if the queue does not contain the run.
     """
-    # the record of the run's end, and the step at which the run is complete
     folder = outline.run_folder(method, seed)
-    begun_identity = progress.get("identity")  # of the run that was begun last; the record may be of an earlier one
+    is_active = progress.get("state") in ACTIVE_STATES and _is_alive(folder / ".state" / "lock", progress, job)
     record = glance(folder / "training.json")
-    if begun_identity and record.get("identity", begun_identity) != begun_identity:
-        record = {}  # the run has started again with other settings; a record without an identity is kept
-    last_milestone = outline.milestones[-1] if outline.milestones else None
-    last_step = _find_last_step(last_milestone, record, progress)
+    if not is_active:
+        progress = _drop_discarded(folder, progress)
+    begun, ended = progress.get("identity"), record.get("identity")
+    if begun and ended and begun != ended:  # one of the two is of other settings
+        if not is_active and ended in outline.validity.identities(method, seed):
+            progress = {}
+        else:
+            record = {}
+    is_in_queue = job is not None and not _has_reported(progress, job)
+    changes = "" if is_active or is_in_queue else _find_changed_settings(outline, method, seed, progress)
+    step = 0 if changes else _find_completed_steps(folder, record, progress)
+    last_step = max(outline.milestones[-1], record.get("steps", 0))  # more, if the experiment has been shortened
 
-    # the state without the logs; any record is complete if no number of steps is known, and one without steps is not
-    is_complete = bool(record) and (last_step is None or record.get("steps", -1) >= last_step)
-    state = _find_state(folder, progress, job, is_complete)
-    if state not in _ACTIVE:
-        changes = _find_changed_settings(outline, method, seed, begun_identity)
-        if changes:
-            return RunProgress(
-                method=method,
-                seed=seed,
-                state="outdated",
-                step=0,
-                last_step=last_milestone,
-                rate=None,
-                location="",
-                note=f"changed settings: {changes}",
-            )
-
-    # the logs of a run that has failed, stopped or written no progress
-    needs_logs = state in _TROUBLE or (state == "waiting" and not progress)
-    logs = run_logs.find(method, seed, progress.get("job")) if needs_logs else ()
-    note = _find_note(state, progress, job, logs)
-    if state == "waiting" and logs and not record:
-        # only a log: the job ended before its first step, or has not written its first message yet
-        is_new = not note and time.time() - os.path.getmtime(logs[0]) < _SILENT_SECONDS
-        state = "starting" if is_new else "failed"
+    state, note = str(progress.get("state", "")), ""
+    if is_active:
+        note = _describe_activity(progress, job)
+    elif job is not None and is_in_queue:  # `job is not None` is for the type checker alone
+        state, note = "queued" if job.pending else "starting", _describe_job(job)
+    elif not changes and _is_complete(outline, method, seed, record):
+        state = "complete"
+    elif later_attempt := logs.find_later_attempt(progress):
+        state, note = later_attempt
+        progress = {}  # of an earlier attempt
+    elif changes and (not progress or progress.get("identity")):  # else the run failed before it knew its identity
+        state, note, last_step = "outdated", f"changed settings: {changes}", outline.milestones[-1]
+        progress, record = {}, {}
+    elif state in ACTIVE_STATES:
+        state = "dead"
+        age = f"no process holds its lock; last update {_format_age(progress['updated'])}"
+        note = "; ".join(filter(None, [logs.find_end_of_job(progress), age]))
+    elif state in _TROUBLE:
+        note = progress["message"]
+    else:
+        state = "waiting"
     return RunProgress(
         method=method,
         seed=seed,
         state=state,
-        step=_find_completed_steps(folder, record, progress),
+        step=step,
         last_step=last_step,
         rate=(progress.get("rate") or None) if state == "running" else None,  # a rate of 0 is treated as unknown
         location=_find_location(state, progress, job),
         note=note,
-        logs=logs,
+        logs=logs.list_paths(progress) if state in _TROUBLE else (),
+        identity=progress.get("identity") or record.get("identity"),
     )
 
 
-def _find_last_step(last_milestone: int | None, record: dict[str, Any], progress: ProgressRecord) -> int | None:
-    """Return the step at which a training run is complete; None: unknown.
-
-    It is the last milestone, or the recorded steps if they are more. Without milestones (`last_milestone` is None) it
-    is the last step of the present job or, without a progress file, the recorded steps. `record` and `progress` are
-    empty if their file is missing.
-    """
-    recorded_steps: int | None = record.get("steps")
-    if last_milestone is None:
-        last_step: int | None = progress.get("of", recorded_steps)
-        return last_step
-    if recorded_steps is None:
-        return last_milestone
-    return max(last_milestone, recorded_steps)  # more, if the run was longer before the experiment was shortened
+def _drop_discarded(folder: Path, progress: ProgressRecord) -> ProgressRecord:
+    """Return the content of a progress file; empty if the state that it is about has been discarded."""
+    identity = progress.get("identity")
+    return {} if identity and not state_folder(folder, identity).exists() else progress
 
 
 def _find_completed_steps(folder: Path, record: dict[str, Any], progress: ProgressRecord) -> int:
@@ -261,40 +259,26 @@ def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progre
     return int(snapshots[-1].name) if snapshots else 0
 
 
-def _find_state(folder: Path, progress: ProgressRecord, job: Job | None, is_complete: bool) -> str:
-    """Return the state of a training run whose files are not outdated, from its progress file, job and record.
+def _is_complete(outline: Outline, method: str, seed: int, record: dict[str, Any]) -> bool:
+    """Return True if the record of a run covers all milestones, their snapshots exist, and the last has its identity.
 
-    The first case that applies decides:
-
-    1. The progress file contains ``running``, and the process is alive: ``running``.
-    2. A job is in the queue: ``queued`` if it is pending, else ``starting``.
-    3. The run's record covers the last milestone (`is_complete`): ``complete``.
-    4. The progress file contains ``running``, so the process was killed: ``dead``.
-    5. There is no progress file, or it is of a completed earlier segment: ``waiting``.
-    6. The state is in the progress file: ``stopped`` or ``failed``.
+    A record without an identity is accepted.
     """
-    reported = progress.get("state", "")
-    if reported == "running" and _is_alive(folder / ".state" / "lock", progress, job):
-        return "running"
-    if job is not None:
-        return "queued" if job.pending else "starting"
-    if is_complete:
-        return "complete"
-    if reported == "running":
-        return "dead"
-    # a job that completed an earlier segment: the next one is due
-    return "waiting" if reported in ("", "complete") else str(reported)
+    *earlier, last = [Result(TRAIN.name, method, seed, step_name(step)) for step in outline.milestones]
+    if record.get("steps", -1) < outline.milestones[-1]:
+        return False
+    last_record = outline.validity.record(last)
+    has_identity = bool(last_record) and last_record.get("identity") == record.get("identity")
+    return has_identity and all(outline.validity.path(result).is_file() for result in earlier)
 
 
-def _find_changed_settings(outline: Outline, method: str, seed: int, begun_identity: str | None) -> str:
+def _find_changed_settings(outline: Outline, method: str, seed: int, progress: ProgressRecord) -> str:
     """Return what has changed since a run was computed, as text; empty: nothing, or it is unknown.
 
-    It is found in the record of the first published snapshot. If the state that the run wrote last has another identity
-    (`begun_identity`; None: no state), it is found in the record of the first snapshot of that state. Without a
-    snapshot or an experiment file it is unknown.
+    It is found in the record of the first published snapshot. If the state that the run wrote last has another
+    identity, it is found in the record of the first snapshot of that state. Without a snapshot it is unknown.
     """
-    if outline.validity is None:
-        return ""
+    begun_identity = progress.get("identity")
     folder = outline.run_folder(method, seed)
     snapshot = find_first_snapshot(folder)
     published_identity = glance(snapshot).get("identity") if snapshot else None
@@ -317,68 +301,52 @@ def find_first_snapshot(folder: Path) -> Path | None:
     return next((record for record in records if record.exists()), None)
 
 
-def _find_note(state: str, progress: ProgressRecord, job: Job | None, logs: tuple[str, ...]) -> str:
-    """Return why a run is in its state, from the queue, the progress file or the log; empty: nothing to add.
-
-    - queued: SLURM's reason.
-    - dead: the age of the last update.
-    - failed or stopped: the message of the progress file or, without one, the last line of the log.
-    - running or starting: SLURM's state of the job if it is not RUNNING. A running run whose last update is older than
-      five minutes has the age of that update.
-    - waiting: the last line of the log.
-
-    Only the first file of `logs` is read.
-    """
-    if state == "queued" and job is not None:
+def _describe_job(job: Job) -> str:
+    """Return SLURM's reason for a pending job, and SLURM's state of another one unless it is RUNNING."""
+    if job.pending:
         return job.reason if job.reason != "None" else ""  # squeue writes "None" for no reason
-    if state == "dead":
-        return f"no process holds its lock; last update {format_age(progress['updated'])}"
-    if state in _TROUBLE:
-        return str(progress.get("message") or read_last_line(logs))
-    if job is not None and job.state != "RUNNING":  # such as COMPLETING
-        return job.state.lower()
-    if state == "running":
-        is_silent = time.time() - progress["updated"] > _SILENT_SECONDS
-        return f"last update {format_age(progress['updated'])}" if is_silent else ""
-    return read_last_line(logs)
+    return job.state.lower() if job.state != "RUNNING" else ""  # such as COMPLETING
 
 
-def format_age(unix_time: float) -> str:
+def _describe_activity(progress: ProgressRecord, job: Job | None) -> str:
+    """Return the text of `_describe_job` or, if it is empty, the age of the last update of a silent run."""
+    is_silent = time.time() - progress["updated"] > SILENT_SECONDS
+    age = f"last update {_format_age(progress['updated'])}" if is_silent else ""
+    return (job is not None and _describe_job(job)) or age
+
+
+def _format_age(unix_time: float) -> str:
     """Return the duration since a time as text, such as ``3:05 ago``; a time in the future is treated as now."""
-    seconds = max(time.time() - unix_time, 0)
-    return f"{duration(seconds)} ago"
+    return f"{duration(max(time.time() - unix_time, 0))} ago"
 
 
 def _find_location(state: str, progress: ProgressRecord, job: Job | None) -> str:
     """Return host and job of a run as text, such as ``node1 job 17``, as far as known; empty: neither is known.
 
     The host is in the progress file, and the job in the queue or else in the progress file. For a run that is queued,
-    starting or complete, no host and only a job in the queue is included.
+    waiting or complete, and before its job writes the progress file, only a job in the queue is included.
     """
-    # a run that waits has no host yet, and the host of a complete run does not matter
-    host = "" if state in ("queued", "starting", "complete") else str(progress.get("host", ""))
-    job_number = None
-    if job is not None:
-        job_number = job.number
-    elif host:
-        job_number = progress.get("job")
-    if not job_number:
-        return host
-    return f"{host} job {job_number}".strip()
+    has_host = state not in ("queued", "waiting", "complete") and (job is None or _has_reported(progress, job))
+    host = progress.get("host", "") if has_host else ""
+    number = job.number if job is not None else progress.get("job") if host else None
+    return " ".join(filter(None, [host, f"job {number}" if number else ""]))
+
+
+def _has_reported(progress: ProgressRecord, job: Job) -> bool:
+    """Return True if a job has written the progress file since its last start; SLURM may have requeued it before."""
+    is_of_job = job.number == str(progress.get("job")) and job.begun is not None
+    return is_of_job and not job.pending and progress["updated"] >= (job.begun or 0.0)
 
 
 def _is_alive(lock: Path, progress: ProgressRecord, job: Job | None) -> bool:
-    """Return True if the process that wrote a progress file as running is still alive.
+    """Return True if the process that wrote a progress file as running or starting is still alive.
 
-    While SLURM lists the job that wrote the file as pending or running, the queue alone decides. Then the job must have
-    started, and the file must be newer than its start. Otherwise the process is alive if its lock is held. Locks may
-    not reach other machines, so a file of another machine, or without a host, also counts if it is less than 30 s old.
+    While SLURM lists the job that wrote the file as pending or running, the queue alone decides, see `_has_reported`.
+    Otherwise the process is alive if its lock is held. Locks may not reach other machines, so a file of another
+    machine, or without a host, also counts if it is less than 30 s old.
     """
-    has_written_file = job is not None and job.number == str(progress.get("job"))  # no job has the number "None"
-    waits_or_runs = job is not None and (job.pending or job.state == "RUNNING")
-    if job is not None and has_written_file and waits_or_runs:  # `job is not None` is for the type checker alone
-        # an older progress file is from before SLURM requeued the job
-        return job.begun is not None and progress["updated"] >= job.begun
+    if job is not None and job.number == str(progress.get("job")) and (job.pending or job.state == "RUNNING"):
+        return _has_reported(progress, job)
     if is_locked(lock):
         return True
     is_of_other_machine = progress.get("host") != socket.gethostname()
@@ -400,56 +368,78 @@ def is_locked(lock: Path) -> bool:
     return False
 
 
-class RunLogs:
-    """Log files of training jobs, written by the workflow, or by SLURM's plugin in the working directory.
+@dataclass(frozen=True)
+class _RunLogs:
+    """Logs of a training run: of the command, and of SLURM about its jobs."""
 
-    The constructor lists the workflow's logs, so that `find` does not return logs that are created later.
+    logs: JobLogs
+    outline: Outline
+    method: str
+    seed: int
 
-    Args:
-        results: folder of the experiment's results.
-    """
+    @cached_property
+    def _log(self) -> Path | None:
+        return self.logs.find_log(f"train_{self.method}_seed{self.seed}")
 
-    def __init__(self, results: Path):
-        self._workflow_logs: dict[str, list[str]] = {}  # paths by training run, such as uniform_seed0
-        with suppress(OSError):  # no job has written a log yet
-            for name in os.listdir(results / "logs"):
-                match = _LOG_NAME.fullmatch(name)
-                if match:
-                    run_name = match[1]
-                    self._workflow_logs.setdefault(run_name, []).append(f"{results}/logs/{name}")
-        self._slurm_folders = [folder.as_posix() for folder in Path(".snakemake/slurm_logs").glob("*_train*")]
+    @cached_property
+    def _slurm_log(self) -> Path | None:
+        folders = [f"rule_{TRAIN.name}*/{self.method}_{self.seed}"]
+        runs_per_job = self.outline.experiment.training.trainings_per_gpu
+        if runs_per_job > 1:  # as the workflow names the groups of runs that share a job
+            group = f"group_trainings*_{self.outline.trainings.index((self.method, self.seed)) // runs_per_job}"
+            folders += [group, f"{group}_alone_{self.method}_seed{self.seed}"]
+        return self.logs.find_slurm_log(*folders)
 
-    def find(self, method: str, seed: int, job: str | None) -> tuple[str, ...]:
-        """Return the paths of a training run's newest log of the workflow and newest log of SLURM's plugin.
+    def list_paths(self, progress: ProgressRecord) -> tuple[str, ...]:
+        """Return the logs of the last attempt: of the command, and of SLURM unless its job is of an earlier attempt."""
+        slurm_log = self._slurm_log
+        if slurm_log is not None and slurm_log.stem != progress.get("job") and not _is_later(slurm_log, progress):
+            slurm_log = None
+        return tuple(str(log) for log in (self._log, slurm_log) if log)
 
-        A kind without a log is left out, so that the tuple may be empty. `job` is the number of the run's last SLURM
-        job, whose log is found even if it is of several training runs; None: unknown.
+    def find_end_of_job(self, progress: ProgressRecord) -> str:
+        """Return why SLURM's job of a progress file has ended; empty: unknown."""
+        is_of_job = self._slurm_log is not None and self._slurm_log.stem == progress.get("job")
+        return find_end_of_job(self._slurm_log) if is_of_job else ""
+
+    def find_later_attempt(self, progress: ProgressRecord) -> tuple[str, str] | None:
+        """Return state and note of an attempt that has begun after that of the progress file; None: there is none.
+
+        The attempt has not taken the run's lock, else it would have written the progress file. No job in the queue
+        computes the run. The caller passes an empty `progress` if there is no progress file.
+
+        - SLURM's log is of a later job: ``starting`` if it may still run, see `JobLogs.may_run`. Otherwise it is
+          ``stopped`` if it was cancelled, else ``failed``.
+        - The log of the command ends with another error than that of the progress file: ``stopped`` or ``failed``.
+        - The log of the command is empty: ``starting`` if a controller runs, and the log is new. Otherwise it is
+          ``failed``, but only without a progress file, which would tell more.
         """
-        workflow_logs = self._workflow_logs.get(f"{method}_seed{seed}", [])
-        slurm_logs: list[str] = []
-        for folder in self._slurm_folders:
-            slurm_logs += glob.glob(f"{folder}/{method}_{seed}/*.log")
-            if job is not None:
-                slurm_logs += glob.glob(f"{folder}/{job}.log")  # the log of a job with several training runs
-        logs_by_kind = (workflow_logs, slurm_logs)
-        return tuple(max(logs, key=os.path.getmtime) for logs in logs_by_kind if logs)  # the newest of each kind
+        slurm_log, log = self._slurm_log, self._log
+        reason = find_end_of_job(slurm_log)
+        # a job of several runs may have found this one complete
+        is_other_run = progress.get("state") == "complete" and self.outline.experiment.training.trainings_per_gpu > 1
+        is_later = slurm_log is not None and self.logs.is_recent(slurm_log) and _is_later(slurm_log, progress)
+        if slurm_log is not None and is_later and reason and not is_other_run:
+            if self.logs.may_run(slurm_log):
+                return "starting", ""
+            is_cancelled = "CANCELLED" in reason and "TIME LIMIT" not in reason
+            return "stopped" if is_cancelled else "failed", reason
+        if log is None or not self.logs.is_recent(log) or log.stat().st_mtime <= progress.get("updated", 0.0):
+            return None
+        error, message = find_error(log), progress.get("message")
+        if error:
+            is_of_progress_file = bool(message) and str(message) in error
+            is_request = "run the same command again to resume" in error
+            return None if is_of_progress_file else ("stopped" if is_request else "failed", error)
+        is_empty = log.stat().st_size == 0
+        if (is_empty or not progress) and log_age(log) < SILENT_SECONDS and self.logs.has_controller:
+            return "starting", ""
+        return ("failed", "its job ended without a message") if is_empty and not progress else None
 
 
-def read_last_line(logs: tuple[str, ...]) -> str:
-    """Return the last line of the first file of `logs`, without blanks around it; empty: there is none."""
-    lines = read_last_lines(logs[0]) if logs else []
-    return lines[-1].strip() if lines else ""
-
-
-def read_last_lines(log: str) -> list[str]:
-    """Return the lines in the last 2000 bytes of a log file, of which the first may be incomplete.
-
-    Blank lines at both ends are left out. The list is empty if the file does not exist or cannot be read. The result
-    for an empty file is a list with one empty line.
-    """
-    with suppress(OSError), open(log, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - _LOG_TAIL))
-        text = file.read().decode(errors="replace")
-        return text.strip().split("\n")
-    return []
+def _is_later(slurm_log: Path, progress: ProgressRecord) -> bool:
+    """Return True if SLURM's log is of a later job than the progress file; SLURM numbers jobs in ascending order."""
+    number = progress.get("job")
+    if number is not None and number.isdecimal():
+        return int(slurm_log.stem) > int(number)
+    return slurm_log.stat().st_mtime > progress.get("updated", 0.0)

@@ -145,8 +145,8 @@ class Reporter(threading.Thread):
             return
         identity = progress["identity"]
         if self._run_id is None and progress["state"] in ("stopped", "failed"):
-            return  # a run that ends before it computes its identity leaves the identity of an earlier job in the file
-        if identity is None:  # the run has not written a step yet
+            return
+        if identity is None or progress["state"] == "starting":  # metrics may be those of an earlier job
             return
         end = self._read_metrics(state_folder(self._out, identity))
         self._run_id = self._send_points(self._client, identity)

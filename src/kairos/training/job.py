@@ -23,6 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # requests to stop
 _SAVE_MARGIN = 30.0  # seconds that remain for a save in addition to three times the longest one so far
 _WRITE_INTERVAL = 5.0  # seconds between two writes of the progress file
 _EXCHANGE_INTERVAL = 1.0  # seconds between two exchanges of stop requests among ranks
+ACTIVE_STATES = ("starting", "running")  # states in a progress file whose job has not ended
 
 
 class StoppedEarly(SystemExit):
@@ -178,12 +179,12 @@ class ProgressRecord(TypedDict, total=False):
     """Content of ``.state/progress.json``, see `ProgressFile`.
 
     Attributes:
-        identity: identity of the training run; None: not known yet.
+        identity: identity of the training run; None: not known yet, or the job ended before it was known.
         step: completed steps.
         of: last step of the job.
         rate: steps per second between the last two writes by `ProgressFile.update`; None: not known yet.
         seconds: training time of the run.
-        state: ``running``, ``complete``, ``stopped`` or ``failed``.
+        state: ``starting`` until the first update, ``running``, ``complete``, ``stopped`` or ``failed``.
         message: why the job stopped or failed.
         again: True if another attempt may succeed; only at the end of a job.
         updated: Unix time of the write.
@@ -214,28 +215,31 @@ def read_progress(run_folder: Path) -> ProgressRecord:
 class ProgressFile:
     """``.state/progress.json``: step and rate of a training run for `kairos status`, written at most every 5 s.
 
-    Results do not depend on the file, so it is written without fsync. The constructor takes identity, step and seconds
-    from the previous job's file, and writes nothing.
+    Results do not depend on the file, so it is written without fsync. The constructor writes state ``starting``, with
+    step and seconds of the previous job's file.
 
     Args:
-        state_folder: ``.state`` of the run's folder.
+        state_folder: ``.state`` of the run's folder, whose lock the run holds.
         last_step: last milestone of this job.
-        reports: True if this process writes its steps. A process that fails writes the failure in any case.
+        reports: True if this process writes start and steps. A process that fails writes the failure in any case.
     """
 
     def __init__(self, state_folder: Path, last_step: int, reports: bool = True):
         self._reports = reports
         self._path = state_folder / "progress.json"
         self._content: ProgressRecord = {
-            "identity": None, "step": 0, "of": last_step, "rate": None, "seconds": 0.0, "state": "running",
+            "identity": None, "step": 0, "of": last_step, "rate": None, "seconds": 0.0, "state": "starting",
             "message": "", "updated": 0.0, "host": socket.gethostname(), "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
         }  # fmt: skip
         # a job that fails before its first update writes where the previous job ended
         previous = glance(self._path)
-        previous_fields = {name: previous[name] for name in ("identity", "step", "seconds") if name in previous}
+        self._previous_identity = previous.get("identity")
+        previous_fields = {name: previous[name] for name in ("step", "seconds") if name in previous}
         self._content |= cast(ProgressRecord, previous_fields)
         self._last_write: tuple[float, int] | None = None  # monotonic time and step
+        if reports:
+            self._write()
 
     def update(self, step: int, seconds: float) -> None:
         """Record the number of completed steps and the training time in seconds, and write the file at most every 5 s.
@@ -243,7 +247,7 @@ class ProgressFile:
         A process that does not report writes nothing. The rate is the mean since the last write by this method; at the
         first write it is None.
         """
-        self._content |= {"step": step, "seconds": round(seconds, 3)}
+        self._content |= {"state": "running", "step": step, "seconds": round(seconds, 3)}
         if not self._reports:
             return
         now = time.monotonic()
@@ -256,8 +260,12 @@ class ProgressFile:
         self._write()
 
     def set_identity(self, identity: str) -> None:
-        """Record the identity of the training run; the next write includes it."""
+        """Write the identity of the training run; steps of a previous job with another identity are not its steps."""
         self._content["identity"] = identity
+        if identity != self._previous_identity:
+            self._content |= {"step": 0, "seconds": 0.0}
+        if self._reports:
+            self._write()
 
     def write_end(self, state: str, message: str = "", again: bool = True) -> None:
         """Write how the job ended, at once, also from a process that does not report.

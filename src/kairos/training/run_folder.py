@@ -42,6 +42,7 @@ from kairos.files import (
 from kairos.progress import log
 from kairos.snapshots import check_snapshot, step_name
 from kairos.training import checkpoint
+from kairos.training.job import ACTIVE_STATES
 from kairos.training.provenance import changes_bits, library_versions
 from kairos.validity import state_folder
 from kairos_timesteps.errors import KairosError
@@ -142,7 +143,7 @@ def _reject_job_on_another_machine(state_folder: Path) -> None:
             return
         # a missing field raises DamagedError, see `read_json`
         is_on_this_machine = progress["host"] == socket.gethostname()
-        has_ended = progress["state"] != "running"
+        has_ended = progress["state"] not in ACTIVE_STATES
         is_stale = time.time() - progress["updated"] > _STALE_SECONDS
         if is_on_this_machine or has_ended or is_stale:
             return
