@@ -41,6 +41,7 @@ def executor(tmp_path, monkeypatch):
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     monkeypatch.setattr(executor_module, "_QUERY_INTERVAL", 0.01)
+    monkeypatch.setattr(executor_module, "_PAUSE", 0.05)
     executor = Executor.__new__(Executor)  # what __post_init__ sets up needs a whole workflow
     executor._layout = plan()
     executor._cancelled, executor._earlier_lock = threading.Event(), threading.Lock()
@@ -210,8 +211,7 @@ def test_a_job_that_slurm_rejects_is_not_submitted_again_and_its_log_says_why(ex
     assert reports == [("error", rejected)] * 2 and submitted_jobs == []
 
 
-def test_a_job_that_slurm_cannot_accept_now_is_submitted_again(executor, reports, submitted_jobs, monkeypatch):
-    monkeypatch.setattr(executor_module, "_SUBMISSION_PAUSE", 0.05)
+def test_a_job_that_slurm_cannot_accept_now_is_submitted_again(executor, reports, submitted_jobs):
     delayed = job()
     executor.run_job(delayed)
     executor.report_job_error(SubmittedJobInfo(delayed), msg="Unable to contact slurm controller")

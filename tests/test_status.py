@@ -166,10 +166,10 @@ def test_rate_and_remaining_time_of_a_running_run(monkeypatch: pytest.MonkeyPatc
 def test_a_job_in_the_queue_takes_precedence_over_the_progress_file() -> None:
     write_progress("uniform", 50)  # its process ended, and SLURM queued the job again
     jobs = [
-        Job("17", "PENDING", "Priority", None, "train", (("uniform", 0),)),
-        Job("18", "RUNNING", "None", time.time() - 60, "trainings", (("p2", 0),)),
-        Job("19", "PENDING", "Dependency", None, "images", ()),
-        Job("20", "PENDING", "Resources", None, "train", (("log_normal", 0),)),
+        Job("17", "PENDING", "Priority", None, "00000000", "rule_train_wildcards_uniform_0"),
+        Job("18", "RUNNING", "None", time.time() - 60, "00000000", "rule_trainings_1_alone_p2_seed0_train"),
+        Job("19", "PENDING", "Dependency", None, "00000000", "rule_images_uniform_seed0_evaluate_sample"),
+        Job("20", "PENDING", "Resources", None, "00000000", "rule_train_wildcards_log_normal_0"),
     ]
     runs = list_run_progress(load_outline(Path("many.yaml")), jobs)
     states = {run.method: (run.state, run.step, run.location, run.note) for run in runs}
@@ -184,7 +184,8 @@ def test_jobs_in_the_queue_are_counted_by_stage() -> None:
     rules = ["sample_1_wildcards_p2_0", "sample_shards_wildcards_p2_0_1of2", "encode_shards_wildcards_1of2", "encode"]
     rules += [f"measure_gradient_variance_wildcards_p2_{seed}_0000100" for seed in (0, 1)]
     rules += ["measure_agreement_wildcards_p2_0_0000100", "analyse_gradient_variance", "trainings_1_0"]
-    jobs = [slurm._parse_job(RESULTS, f"{number}|PENDING|N/A|N/A|rule_{rule}") for number, rule in enumerate(rules)]
+    lines = [f"{number}|PENDING|N/A|N/A|{slurm.job_name(RESULTS)}-0|rule_{rule}" for number, rule in enumerate(rules)]
+    jobs = [slurm._parse_job(line) for line in lines]
     assert Counter(job.stage for job in jobs) == {
         "sample": 2, "encode": 2, "measure_gradient_variance": 2, "measure_agreement": 1,
         "analyse_gradient_variance": 1, "trainings": 1,

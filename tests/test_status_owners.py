@@ -80,8 +80,14 @@ def assess(method: str = "uniform", jobs: list[Job] | None = None, **options: bo
     return next(run for run in runs if run.method == method)
 
 
-def make_job(number: str, begun: float, *methods: str) -> Job:
-    return Job(number, "RUNNING", "None", begun, "train", tuple((method, 0) for method in methods))
+def make_job(number: str, begun: float, comment: str) -> Job:
+    return Job(number, "RUNNING", "None", begun, "00000000", comment)
+
+
+def share_jobs() -> None:
+    """Let the two runs of the experiment share a job."""
+    text = Path("many.yaml").read_text().replace("training: {", "training: {trainings_per_gpu: 2, ")
+    Path("many.yaml").write_text(text)
 
 
 def write_complete_run() -> tuple[Path, Path]:
@@ -252,9 +258,8 @@ def test_a_job_cancelled_before_its_first_line_has_stopped() -> None:
 
 
 def test_a_group_that_died_before_its_first_line_has_failed() -> None:
-    text = Path("many.yaml").read_text().replace("training: {", "training: {trainings_per_gpu: 2, ")
-    Path("many.yaml").write_text(text)
-    write_slurm_log("17", KILLED, folder="group_trainings_0")
+    share_jobs()
+    write_slurm_log("17", KILLED, folder="group_trainings_0_train")
     assert {method: assess(method).state for method in ("uniform", "p2")} == {"uniform": "failed", "p2": "failed"}
     write_experiment(["uniform", "p2"])  # each run is a job
     assert assess().state == "waiting"
@@ -299,17 +304,18 @@ def test_a_job_that_has_started_since_the_query_of_the_queue_is_starting() -> No
 
 
 def test_runs_that_ended_in_a_job_of_several_runs_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_jobs()
     begun = time.time() - 100
     start_run("p2", "17", monkeypatch).write_end("failed", "step 3: loss nan: not finite")
-    job = make_job("17", begun, "uniform", "p2")
+    job = make_job("17", begun, "rule_trainings_0_train")
     assert (assess("uniform", [job]).state, assess("p2", [job]).state) == ("starting", "failed")
-    later = make_job("17", time.time() + 5, "uniform", "p2")  # SLURM has requeued the job
+    later = make_job("17", time.time() + 5, "rule_trainings_0_train")  # SLURM has requeued the job
     assert assess("p2", [later]).state == "starting"
 
 
 def test_a_job_that_reports_its_start_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     start_run("uniform", "17", monkeypatch)
-    job = make_job("17", time.time() - 100, "uniform")
+    job = make_job("17", time.time() - 100, "rule_train_wildcards_uniform_0")
     assert assess(jobs=[job]).state == "starting"
 
 
@@ -378,7 +384,9 @@ def test_a_stage_that_slurm_ended_has_its_reason_and_a_queued_one_none(
     write_log("encode.log", "")
     write_slurm_log("17", KILLED, folder="rule_encode", age=1000)
     write_log("prepare.log", "kairos: a.png is broken\n")
-    monkeypatch.setattr(slurm, "list_jobs", lambda results: ([Job("18", "PENDING", "", None, "prepare", ())], ""))
+    monkeypatch.setattr(
+        slurm, "list_jobs", lambda results: ([Job("18", "PENDING", "", None, "00000000", "rule_prepare")], "")
+    )
     assert main(["status", "many.yaml"]) == 0
     text = capsys.readouterr().out
     assert f"encode failed: {KILLED}"[:100] in text

@@ -43,8 +43,12 @@ def job_name(results: str | Path) -> str:
 
 
 def slurm_logs_folder(results: str | Path) -> Path:
-    """Return the folder of SLURM's logs of an experiment's jobs: ``rule_train/<method>_<seed>/<job>.log`` and so on."""
-    return Path(".snakemake/slurm_logs").resolve() / job_name(results)
+    """Return the folder of SLURM's logs of an experiment's jobs, as the SLURM plugin lays them out.
+
+    Examples of logs are ``rule_train/speed_0/17.log``, with method, seed and number of the job, and
+    ``group_trainings_0_train/18.log``.
+    """
+    return Path(".snakemake/slurm_logs") / job_name(results)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,16 @@ class Job:
     begun: float | None
     plan: str
     comment: str
+
+    @property
+    def stage(self) -> str:
+        """Stage of the job, or the first word of the name of a group: ``images`` or ``trainings``.
+
+        The number of a segment and the suffix ``_shards`` of a rule are left out. The rules ``measure_NAME`` and
+        ``analyse_NAME`` are stages.
+        """
+        rule, _, _ = self.comment.removeprefix("rule_").partition("_wildcards_")
+        return rule if rule.startswith(("measure_", "analyse_")) else rule.split("_")[0]
 
     @property
     def pending(self) -> bool:
@@ -141,22 +155,6 @@ def _parse_job(line: str) -> Job:
     return Job(number, state, reason, begun, plan=name.rpartition("-")[2], comment=comment)
 
 
-def find_stage(comment: str) -> str:
-    """Return the stage in a job's comment: the rule without the number of a segment and the suffix ``_shards``.
-
-    For ``measure_NAME`` and ``analyse_NAME``, the rules of an analysis, the rule is the stage. Examples:
-
-    * ``rule_sample_shards_wildcards_speed_0_1of2``: ``sample``.
-    * ``rule_measure_agreement_wildcards_speed_0_0000100``: ``measure_agreement``.
-    * ``rule_images_speed_seed0_1``, a group of jobs: ``images``.
-    """
-    rule, _, _ = comment.removeprefix("rule_").partition("_wildcards_")
-    if rule.startswith(("measure_", "analyse_")):
-        return rule
-    stage, *_ = rule.split("_")
-    return stage
-
-
 def find_trainings(comment: str, trainings: list[TrainingRun], trainings_per_gpu: int) -> list[TrainingRun]:
     """Return the training runs that a job of stage train computes, according to its comment; empty for other stages.
 
@@ -179,6 +177,6 @@ def summarize_jobs(jobs: list[Job]) -> str:
     Example: ``in the queue: sample 2 wait, train 1 run``. A job that is not pending is reported as running. The caller
     ensures that there is a job.
     """
-    counts = Counter((find_stage(job.comment), "wait" if job.pending else "run") for job in jobs)
+    counts = Counter((job.stage, "wait" if job.pending else "run") for job in jobs)
     facts = [f"{stage} {count} {verb}" for (stage, verb), count in sorted(counts.items())]
     return f"in the queue: {', '.join(facts)}"

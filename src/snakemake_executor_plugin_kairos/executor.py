@@ -29,7 +29,6 @@ from kairos import slurm
 from kairos.progress import duration, log
 from kairos.slurm import (
     ENDED_STATES,
-    find_stage,
     find_trainings,
     job_name,
     plain_environment,
@@ -37,16 +36,17 @@ from kairos.slurm import (
     run_command,
     slurm_logs_folder,
 )
+from kairos.workflow import batch_script
 from kairos.workflow.final_errors import read_final_error
 from kairos.workflow.layout import load_planned_layout, read_plan
 
-_QUERY_INTERVAL = 5.0  # seconds between queries of the queue
+_QUERY_INTERVAL = 5.0  # seconds between queries of the queue while a job ends
 _QUIET_SHARE = 0.25  # longest time between status checks, as share of the time since the last event
 _LONGEST_INTERVAL = 180.0  # seconds between status checks
 _COMPLETING_LIMIT = 300.0  # seconds that a cancelled job may take to end
 _COMMAND_TIMEOUT = 60.0  # seconds that a SLURM command may take
 _ANSWERS_UNTIL_LOST = 3  # a job has ended if it is missing, or SLURM might start it again, in as many answers
-_SUBMISSION_PAUSE = 30.0  # seconds until a job is submitted again that SLURM could not accept
+_PAUSE = 30.0  # seconds until SLURM is asked again that did not answer, or did not accept a job
 _SLURM_MAY_RESTART = ("NODE_FAIL", "PREEMPTED", "BOOT_FAIL")  # states from which SLURM queues a job again
 _CLUSTER_RESOURCES = ("cluster", "clusters", "slurm_cluster")
 # compute nodes have no internet access; `kairos fetch` has downloaded what jobs need
@@ -106,10 +106,10 @@ class Executor(plugin.Executor):
     def get_python_executable(self) -> str:
         """Return the start of a job's command, to which Snakemake adds ``-m snakemake ...``.
 
-        The SLURM plugin would start a second Snakemake with srun, which kills its job step on SIGTERM at once, before a
-        training run can write a checkpoint.
+        The command runs `batch_script`, which starts Snakemake and forwards SIGTERM.
         """
-        return f"exec {super().get_python_executable()}"  # the shell of the batch script would end on SIGTERM
+        python = super().get_python_executable()
+        return f"exec {python} -m {batch_script.__name__} {python}"
 
     # Submission
 
@@ -172,9 +172,9 @@ class Executor(plugin.Executor):
         if job_info.external_jobid is None and job not in self._final_errors:
             sbatch_error = " ".join(str(msg).partition("sbatch call:")[0].split())  # on one line
             if TEMPORARY_SBATCH_ERRORS.search(sbatch_error):
-                log(f"{job.name}: {sbatch_error} It is submitted again in {duration(_SUBMISSION_PAUSE)}.")
+                log(f"{job.name}: {sbatch_error} It is submitted again in {duration(_PAUSE)}.")
                 self.__dict__.pop("_earlier_jobs", None)  # SLURM may have accepted the job although sbatch failed
-                timer = threading.Timer(_SUBMISSION_PAUSE, self.run_job, (job,))
+                timer = threading.Timer(_PAUSE, self.run_job, (job,))
                 timer.daemon = True
                 timer.start()
                 return
@@ -226,12 +226,11 @@ class Executor(plugin.Executor):
         if job.plan == self._layout.plan:
             return True
         plan, present = read_plan(self._layout, job.plan), read_plan(self._layout, self._layout.plan)
-        stage = find_stage(job.comment)
         trainings = find_trainings(job.comment, self._layout.trainings, present["trainings_per_gpu"])
-        names = {"images": ["sample", "evaluate"], "trainings": [], "train": []}.get(stage, [stage])
+        names = {"images": ["sample", "evaluate"], "trainings": [], "train": []}.get(job.stage, [job.stage])
         names += [f"train.{method}" for method, _ in trainings]
         is_divided_equally = all(plan.get(name) == present[name] for name in ("segments", "trainings_per_gpu"))
-        if stage == "trainings" and plan.get("trainings") != present["trainings"]:
+        if job.stage == "trainings" and plan.get("trainings") != present["trainings"]:
             is_divided_equally = False
         has_equal_keys = all(plan.get("keys", {}).get(name) == present["keys"].get(name, "") for name in names)
         return bool(names) and is_divided_equally and has_equal_keys
@@ -315,7 +314,7 @@ class Executor(plugin.Executor):
         run_command("scancel", *numbers, timeout=_COMMAND_TIMEOUT)
         deadline = time.monotonic() + _COMPLETING_LIMIT
         while not {job.number for job in self._query_queue()}.isdisjoint(numbers) and time.monotonic() < deadline:
-            self._pause()
+            self._wait(_QUERY_INTERVAL)
 
     def _query_queue(self) -> list[slurm.Job]:
         """Return the experiment's jobs that wait or run, and wait until the queue answers.
@@ -329,12 +328,12 @@ class Executor(plugin.Executor):
             jobs, problem = query_jobs(self._layout.results, timeout=_COMMAND_TIMEOUT)
             if not problem:
                 return jobs
-            log(f"{problem}; SLURM is asked again in {duration(_QUERY_INTERVAL)}")
-            self._pause()
+            log(f"{problem}; SLURM is asked again in {duration(_PAUSE)}")
+            self._wait(_PAUSE)
 
-    def _pause(self) -> None:
-        """Wait until the next query of the queue; raise WorkflowError if the run is cancelled before or meanwhile."""
-        if self._cancelled.wait(_QUERY_INTERVAL):
+    def _wait(self, seconds: float) -> None:
+        """Wait for a number of seconds; raise WorkflowError if the run is cancelled before or meanwhile."""
+        if self._cancelled.wait(seconds):
             raise WorkflowError("the run is cancelled")
 
 

@@ -106,7 +106,7 @@ def test_no_job_is_lost_while_slurm_does_not_answer(pipeline: Pipeline, cluster:
     kill_controller(cluster)
     with pipeline.controller("--", training.target) as controller:
         try:
-            wait_for(lambda: "It is submitted again" in controller.log.read_text(), 200, "a failed submission")
+            wait_for(lambda: "SLURM is asked again" in controller.log.read_text(), 200, "a query without an answer")
         finally:
             start_controller(cluster)
         wait_for(training.has_checkpoint, 300, "the first checkpoint")

@@ -14,11 +14,11 @@ from slurm import slurm, wait_for
 from kairos import slurm as queue
 from kairos.files import write_json
 from kairos.status import cluster_checks
-from kairos.status.job_logs import slurm_logs_folder
 from kairos.status.run_progress import RunProgress, list_run_progress, load_outline
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 RESULTS = Path("results/many")
+PLAN = "00000000"
 METHODS = ("uniform", "p2", "speed")
 
 
@@ -29,12 +29,12 @@ def folder(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     methods = "\n".join(f"  {method}: {{}}" for method in METHODS)
     Path("many.yaml").write_text(f"experiment: many\ntraining: {{milestones: [100]}}\nmethods:\n{methods}\n")
     yield
-    slurm("scancel", "--name", queue.job_name(str(RESULTS)))
+    slurm("scancel", "--name", f"{queue.job_name(RESULTS)}-{PLAN}")
 
 
 def submit(comment: str, *options: str, command: str = "sleep 300") -> str:
     """Submit a job with the name and comment that the executor uses; return its number."""
-    name = queue.job_name(str(RESULTS))
+    name = f"{queue.job_name(RESULTS)}-{PLAN}"
     fixed_options = ("--parsable", f"--job-name={name}", f"--comment={comment}", "--mem=50", "--output=job.log")
     return slurm("sbatch", *fixed_options, *options, "--wrap", command)
 
@@ -83,7 +83,7 @@ def test_a_requeued_job_is_starting_until_its_run_reports_progress() -> None:
 
 def test_a_job_killed_for_memory_before_its_first_line_has_failed() -> None:
     """SLURM's log alone contains the reason; an experiment with an equally named method has another folder."""
-    logs = slurm_logs_folder(RESULTS) / "rule_train/uniform_0"
+    logs = queue.slurm_logs_folder(RESULTS) / "rule_train/uniform_0"
     logs.mkdir(parents=True)
     code = "import time; data = b'1' * 300_000_000; time.sleep(300)"
     job = submit("rule_train_wildcards_uniform_0", f"--output={logs}/%j.log", command=f'{sys.executable} -c "{code}"')

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kairos.slurm import job_name
+from kairos.slurm import slurm_logs_folder
 
 _TAIL = 65536  # bytes at the end of a log that are searched: Snakemake's messages follow those of the job
 # lines that begin an error of a command or of sbatch, up to the end of the log
@@ -24,15 +24,6 @@ _QUEUE_SECONDS = 10.0  # age of SLURM's log below which its job may have started
 SILENT_SECONDS = 300.0  # silence from which a job that is not known to run is treated as ended
 _SUCCESS = "(100%) done"  # in the last lines of Snakemake's output
 _LOG_OF_RUN = re.compile(r"(train_.+_seed\d+?)(?:_\d+)?\.log")  # train_uniform_seed0.log, or _2.log for segment 2
-
-
-def slurm_logs_folder(results: Path) -> Path:
-    """Return the folder of SLURM's logs of an experiment's jobs, as the SLURM plugin lays them out.
-
-    Examples of logs are ``rule_train/speed_0/17.log``, with method, seed and number of the job, and
-    ``group_trainings_0/18.log``.
-    """
-    return Path(".snakemake/slurm_logs") / job_name(str(results))
 
 
 class JobLogs:

@@ -20,7 +20,7 @@ from typing import Any
 from kairos.config import Experiment, load
 from kairos.files import glance, list_by_step
 from kairos.progress import duration
-from kairos.slurm import Job
+from kairos.slurm import Job, find_trainings
 from kairos.snapshots import step_name
 from kairos.stages import RUN_FOLDERS, TRAIN, run_folder
 from kairos.status.job_logs import SILENT_SECONDS, JobLogs, find_end_of_job, find_error, log_age
@@ -161,7 +161,8 @@ def list_run_progress(outline: Outline, jobs: list[Job], queue_is_known: bool = 
         jobs: its jobs in SLURM's queue. If a run is in several, the job in its progress file counts, else the last.
         queue_is_known: False if SLURM has not answered, so that `jobs` may lack some.
     """
-    job_by_run = {run: job for job in jobs for run in job.trainings}
+    runs_per_job = outline.experiment.training.trainings_per_gpu
+    job_by_run = {run: job for job in jobs for run in find_trainings(job.comment, outline.trainings, runs_per_job)}
     job_by_number = {job.number: job for job in jobs}
     logs = JobLogs(outline.results, queue_is_known)
     runs = []
@@ -387,7 +388,7 @@ class _RunLogs:
         runs_per_job = self.outline.experiment.training.trainings_per_gpu
         if runs_per_job > 1:  # as the workflow names the groups of runs that share a job
             group = f"group_trainings*_{self.outline.trainings.index((self.method, self.seed)) // runs_per_job}"
-            folders += [group, f"{group}_alone_{self.method}_seed{self.seed}"]
+            folders += [f"{group}_train*", f"{group}_alone_{self.method}_seed{self.seed}_train*"]
         return self.logs.find_slurm_log(*folders)
 
     def list_paths(self, progress: ProgressRecord) -> tuple[str, ...]:
