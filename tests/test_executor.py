@@ -81,9 +81,9 @@ class FakeJob(SimpleNamespace):
 
 def job(rule: str = "prepare", *wildcards: str, log: str = "job.log", output: str = "out", **resources: str) -> FakeJob:
     """Return a job of Snakemake."""
-    named = SimpleNamespace(name=rule)
+    snakemake_rule = SimpleNamespace(name=rule)
     return FakeJob(
-        name=rule, rule=named, wildcards=wildcards, resources=resources, log=[log], output=[output],
+        name=rule, rule=snakemake_rule, wildcards=wildcards, resources=resources, log=[log], output=[output],
         is_group=lambda: False,
     )  # fmt: skip
 

@@ -45,7 +45,7 @@ _QUIET_SHARE = 0.25  # longest time between status checks, as share of the time 
 _LONGEST_INTERVAL = 180.0  # seconds between status checks
 _COMPLETING_LIMIT = 300.0  # seconds that a cancelled job may take to end
 _COMMAND_TIMEOUT = 60.0  # seconds that a SLURM command may take
-_ANSWERS_UNTIL_LOST = 3  # a job has ended if it is missing, or SLURM might start it again, in as many answers
+_ANSWERS_UNTIL_LOST = 3  # number of answers in which a job that has ended is missing, or may be started again
 _PAUSE = 30.0  # seconds until SLURM is asked again that did not answer, or did not accept a job
 _SLURM_MAY_RESTART = ("NODE_FAIL", "PREEMPTED", "BOOT_FAIL")  # states from which SLURM queues a job again
 _CLUSTER_RESOURCES = ("cluster", "clusters", "slurm_cluster")
@@ -246,9 +246,8 @@ class Executor(plugin.Executor):
         with self._earlier_lock:
             if not job.is_group():
                 wildcards = get_job_wildcards(job)
-                return self._earlier_jobs.pop(
-                    f"rule_{job.name}" + (f"_wildcards_{wildcards}" if wildcards else ""), None
-                )
+                comment = f"rule_{job.name}" + (f"_wildcards_{wildcards}" if wildcards else "")
+                return self._earlier_jobs.pop(comment, None)
             group = re.compile(rf"rule_{re.escape(job.groupid)}((?:_(?:train|sample|evaluate)(?:_\d+)?)+)")
             matches = [match for match in map(group.fullmatch, self._earlier_jobs) if match]
             numbers = {self._earlier_jobs.pop(match[0]): match[1] for match in matches}

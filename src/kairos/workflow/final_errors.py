@@ -1,7 +1,7 @@
 """Errors that another attempt of a job would only repeat, such as a damaged image: the job is not attempted again.
 
-The first attempt writes the error beside its log. At the start of the next run of the workflow these records are
-deleted, so that it tries the jobs again.
+The first attempt writes a record next to its log. The next run of the workflow deletes these records at its start, so
+that it tries the jobs again.
 """
 
 import argparse
