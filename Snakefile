@@ -8,7 +8,7 @@ from kairos.workflow.rules import processes_per_node, scaled_by_attempt, trainin
 
 min_version("9.19")
 
-layout = controller.open_layout(workflow, config)
+layout = controller.open_layout(workflow, config, ancient)
 # Inputs of a rule are the records of the results that its stage needs (table: `kairos.stages`), ancient while these are
 # valid. If a result of the job is not valid, a file that is newer than every output is an input too, so that Snakemake runs
 # the job. Outputs are records; `update` keeps the earlier one, with which the job compares its inputs. `config` is the

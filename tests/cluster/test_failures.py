@@ -42,12 +42,11 @@ def test_a_run_that_diverges_and_a_job_that_slurm_rejects_are_not_retried(pipeli
 
 
 def test_a_job_whose_error_another_attempt_would_repeat_is_submitted_once(pipeline: Pipeline) -> None:
-    folder = pipeline.folder / "broken"
-    folder.mkdir()
-    for index in range(4):
-        pixels = np.random.default_rng(index).integers(0, 256, (8, 8), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{index}.png")
-    (folder / "4.png").write_bytes((folder / "3.png").read_bytes()[:60])
+    for index in range(40):
+        image = pipeline.folder / "broken" / "ab"[index % 2] / f"{index}.png"  # two classes
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(index).integers(0, 256, (8, 8), dtype=np.uint8)).save(image)
+    image.write_bytes(image.read_bytes()[:60])
     file = pipeline.folder / CONFIG
     values = yaml.safe_load(file.read_text())
     dataset = {"source": "folder", "path": "broken", "resolution": 8, "color": "grey", "heldout": 0.25}
@@ -57,7 +56,7 @@ def test_a_job_whose_error_another_attempt_would_repeat_is_submitted_once(pipeli
         with pipeline.controller("--", "results/broken/dataset/record.json") as controller:
             assert controller.process.wait(300) == 1
         output = controller.log.read_text()
-        assert "4.png is broken" in output
+        assert "39.png is broken" in output
         assert len(all_jobs(pipeline.folder)) - before == run
 
 

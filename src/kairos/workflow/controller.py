@@ -54,7 +54,7 @@ _start_time = time.time()  # Unix time at which this process began
 # --------------------------------------------------------------------------------------------------- the experiment
 
 
-def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
+def open_layout(workflow: Any, config: dict[str, Any], mark_ancient: Callable[[str], Any] = str) -> Layout:
     """Return the layout of the experiment that Snakemake was called for, checked and frozen.
 
     The controller writes the frozen experiment and its plan, sets `PLAN_VARIABLE` to the path of the plan, and logs the
@@ -65,6 +65,7 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
     Args:
         workflow: Snakemake's workflow.
         config: Snakemake's merge of all configuration files and values.
+        mark_ancient: see `Layout`.
     """
     _complete_search_path()
     for opened, layout in _opened:
@@ -72,11 +73,12 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
             return layout
     with _exit_on_error():
         if PLAN_VARIABLE in os.environ:  # this process runs single jobs: the controller has set the variable
-            return load_planned_layout()
+            return dataclasses.replace(load_planned_layout(), mark_ancient=mark_ancient)
         layout = write_plan(create_layout(_load_experiment(workflow, config)))
         results = layout.results
         # Snakemake sets the options of the jobs after it has read the Snakefile
-        layout = dataclasses.replace(layout, ignores_age=cache(lambda: not _forces_jobs(workflow, results)))
+        ignores_age = cache(lambda: not _forces_jobs(workflow, results))
+        layout = dataclasses.replace(layout, ignores_age=ignores_age, mark_ancient=mark_ancient)
         os.environ[PLAN_VARIABLE] = str(layout.plan_file)
         if not workflow.output_settings.dryrun:
             _remove_leftovers(layout)

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from snakemake.io import ancient  # of the Snakefile language
-
 from kairos.analyses.settings import AnalysisOptions
 from kairos.config import Experiment, freeze, load
 from kairos.downloads import warn_of_missing
@@ -65,6 +63,7 @@ class Layout:
         ignores_age: function; it returns False while Snakemake may run jobs whose results are valid, such as forced
             ones. The age of inputs then counts, because Snakemake does not check a job whose inputs from a running job
             are all ``ancient``.
+        mark_ancient: the function ``ancient`` of the Snakefile language, which marks an input whose age is ignored.
     """
 
     experiment: Experiment
@@ -73,6 +72,7 @@ class Layout:
     notes: list[str] = field(default_factory=list)
     validity: Validity | None = None
     ignores_age: Callable[[], bool] = lambda: True
+    mark_ancient: Callable[[str], Any] = str
 
     # Parts of the experiment
 
@@ -358,7 +358,7 @@ class Layout:
 
         def list_paths(wildcards: Any) -> list[str]:
             filled = [path.format(**wildcards) for path in paths]
-            return [ancient(path) if self._has_ignored_age(path) else path for path in filled]
+            return [self.mark_ancient(path) if self._has_ignored_age(path) else path for path in filled]
 
         return list_paths
 

@@ -4,7 +4,7 @@
 from kairos.workflow import controller
 from kairos.workflow.project import installed
 
-layout = controller.open_layout(workflow, config)
+layout = controller.open_layout(workflow, config, ancient)
 
 
 module pipeline:
