@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from kairos import portable
-from kairos.files import TemporaryError
+from kairos.errors import TemporaryError
 
 
 def setup(

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from kairos.errors import TemporaryError
 from kairos_timesteps.errors import KairosError, NotFiniteError
 
 _CHECKSUM = "checksum"  # field of a record
@@ -33,10 +34,6 @@ _RENAME_EXCHANGE = 2  # exchange the two paths
 
 class DamagedError(KairosError):
     """A file that is truncated or whose content does not match its checksum."""
-
-
-class TemporaryError(KairosError):
-    """An error that depends on other processes or on the machine, so that another attempt may succeed."""
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -511,7 +508,7 @@ def try_lock(file: IO[Any], timeout: float, conflict: str, to_move: str) -> bool
         except OSError as error:
             fault = f"{file.name}: this file system has no locks ({error.strerror}); nothing would prevent {conflict}"
             advice = f"put {to_move} on another file system, or mount this one with locks (Lustre: flock)"
-            raise KairosError(f"{fault}. To solve this, {advice}") from None
+            raise TemporaryError(f"{fault}. To solve this, {advice}") from None
 
 
 @contextmanager

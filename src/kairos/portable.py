@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kairos.errors import TemporaryError
 from kairos.progress import log
 from kairos_timesteps.errors import KairosError
 
@@ -159,15 +160,16 @@ def check() -> None:
     if nothing else has.
 
     Raises:
-        KairosError: the CPU lacks AVX2, or a variable is unset, has another value or was set too late. The message
-            lists these variables with the values to set.
+        TemporaryError: the CPU lacks AVX2.
+        KairosError: a variable is unset, has another value or was set too late. The message lists these variables with
+            the values to set.
     """
     import torch
     from numpy._core._multiarray_umath import __cpu_features__ as numpy_features
 
     setting = "training.deterministic: got 'portable'"
     if not torch.cpu._is_avx2_supported():
-        raise KairosError(f"{setting}, but this CPU has no AVX2; allowed here: true, false")
+        raise TemporaryError(f"{setting}, but this CPU has no AVX2; allowed here: true, false")
 
     # variables that are not set, or that were set after the import that reads them
     mkl_mode = getattr(ctypes.CDLL(torch._C.__file__), "mkl_serv_cbwr_get", None)  # function; None without MKL

@@ -29,12 +29,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from kairos.errors import TemporaryError
 from kairos.files import RecordReader, glance, read_record, sha256_json, write_json, write_record
 from kairos.outside_files import hash_contents
 from kairos.snapshots import hash_start_weights, step_name
 from kairos.stage_keys import Sections, hash_stage_code, list_sections, select_fields
 from kairos.stages import ENCODE, EXTRACTOR, TRAIN, Stage, list_stages, run_folder
-from kairos_timesteps.errors import ConfigError, KairosError
+from kairos_timesteps.errors import ConfigError
 
 Record = dict[str, Any]
 _DEVICE_TYPES = {"auto": ("cpu", "cuda")}  # types of device that a value of `training.device` allows
@@ -439,10 +440,10 @@ def _build_stage_part(stage: Stage, sections: Sections, outside_paths: Sequence[
 
 
 def _check_age(path: Path) -> None:
-    """Raise KairosError if a file is dated in the future: Snakemake would take an outdated result for a new one."""
+    """Raise TemporaryError if a file is dated in the future: Snakemake would take an outdated result for a new one."""
     age = time.time() - path.stat().st_mtime if path.is_file() else 0.0
     if age < -_CLOCK_TOLERANCE:
-        raise KairosError(
+        raise TemporaryError(
             f"{path}: dated {-age:.0f} s in the future, so that later results would count as older; correct the clock "
             "of this machine, or touch the file"
         )

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from kairos.errors import TemporaryError
 from kairos.losses.terms import SampleCoordinates
 from kairos.training.loop import predict_and_compute_losses
 from kairos.training.state import TrainingState
-from kairos_timesteps.errors import KairosError
 
 
 def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iterator[Any]:
@@ -23,7 +23,7 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
         steps: results of the steps, from `kairos.training.loop.train_steps`.
 
     Raises:
-        KairosError: a step does not fit into the device's memory. The message contains a size that fits, or that not
+        TemporaryError: a step does not fit into the device's memory. The message contains a size that fits, or that not
             even one image fits. Or it reports that a pass alone fits, so that something else takes the memory.
     """
     # After an error, the code below the block runs. An except clause would keep the traceback, and with it the tensors
@@ -44,7 +44,7 @@ def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iter
         allowed = "a smaller model: with the optimizer's moments not even a pass of 1 image fits (measured)"
     field = "batch_size" if training.settings.microbatch is None else "microbatch"
     problem = f"out of memory on {_describe_device(training.device)} at step {training.step + 1}"
-    raise KairosError(f"training.{field}: got {getattr(training.settings, field)}: {problem}; allowed: {allowed}")
+    raise TemporaryError(f"training.{field}: got {getattr(training.settings, field)}: {problem}; allowed: {allowed}")
 
 
 def _describe_device(device: torch.device) -> str:

@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kairos.errors import TemporaryError
 from kairos.files import (
     DamagedError,
-    TemporaryError,
     atomic_folder,
     glance,
     link_file,
