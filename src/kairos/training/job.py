@@ -231,6 +231,7 @@ class ProgressFile:
             "message": "", "updated": 0.0, "host": socket.gethostname(), "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
         }  # fmt: skip
+        self._started = time.time()
         # a job that fails before its first update writes where the previous job ended
         previous = glance(self._path)
         previous_fields = {name: previous[name] for name in ("identity", "step", "seconds") if name in previous}
@@ -262,11 +263,16 @@ class ProgressFile:
     def write_end(self, state: str, message: str = "", again: bool = True) -> None:
         """Write how the job ended, at once, also from a process that does not report.
 
+        If another process of the job has written that it failed, nothing is written: the first failure is kept.
+
         Args:
             state: ``complete``, ``stopped`` or ``failed``.
             message: reason; only its first line is written.
             again: another attempt may succeed; irrelevant for state ``complete``.
         """
+        present = glance(self._path)
+        if present.get("state") == "failed" and present["updated"] > self._started:
+            return
         self._content |= {"state": state, "message": message.strip().split("\n")[0], "again": again}
         self._write()
 
