@@ -89,17 +89,18 @@ def launch(training: "TrainingConfig") -> None:
 
 def _launch_ranks(training: "TrainingConfig") -> None:
     """Run this command in the ranks of this machine by torchrun, and wait for them; errors as in `launch`."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     variables = {
         "OMP_NUM_THREADS": str(training.threads),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # read by the imports below
         # seconds for the last step and its checkpoint after a request to stop; before torch 2.12 it is always 30
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
     }
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
     logging.disable(logging.CRITICAL)  # torchrun logs each signal to a rank and each failure, also after Ctrl-C
     with tempfile.TemporaryDirectory(prefix="kairos-") as log_folder:  # also of the errors that ranks record
         options = [*_torchrun_options(training), "--log-dir", log_folder]
@@ -107,6 +108,8 @@ def _launch_ranks(training: "TrainingConfig") -> None:
             run.main([*options, "-m", "kairos", *sys.argv[1:]])
         except StoppedEarly:
             raise StoppedEarly("") from None
+        except RendezvousError as error:
+            raise KairosError(f"the launchers of the machines have no connection: {error}") from None
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if failure.exitcode == STATUS:

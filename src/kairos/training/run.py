@@ -38,7 +38,7 @@ from kairos.training.state import TrainingState
 from kairos.validity import describe_training, find_identity
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned
-from kairos_timesteps.errors import NotFiniteError
+from kairos_timesteps.errors import KairosError, NotFiniteError
 
 # Seconds between an error that another rank may have caused and its record. torchrun compares whole seconds.
 _CONNECTION_LOST_DELAY = 2.0
@@ -166,7 +166,7 @@ def _set_up_process(
 
     Rank 0 alone holds the run's lock during the block, and nothing is recorded if it cannot take the lock. The recorded
     state is ``complete``, ``stopped`` after StoppedEarly, or ``failed`` after any other error; errors are raised again.
-    Rank 0 records ``complete`` and ``stopped``, and the rank that fails first records ``failed``. After a
+    Rank 0 records ``complete`` and ``stopped``, and a rank that fails records ``failed`` if it is the first. After a
     NotFiniteError ``again`` is False, since another attempt would fail too. Ranks leave the process group only without
     an error.
 
@@ -206,6 +206,8 @@ def _set_up_process(
             if has_ranks and isinstance(error, RuntimeError):
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 time.sleep(_CONNECTION_LOST_DELAY)
+                if progress.has_failed():  # on another machine
+                    raise KairosError("another process of the training run has failed before") from None
             retry_may_help = not isinstance(error, NotFiniteError)
             message = str(error) or type(error).__name__  # a KeyboardInterrupt, for example, has no text
             progress.write_end("failed", message, again=retry_may_help)
