@@ -213,7 +213,7 @@ def test_a_request_to_all_processes_or_to_one_rank_stops_all_after_a_checkpoint(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, -signal.SIGINT)])
 def test_a_repeated_sigterm_waits_for_the_checkpoint_and_a_repeated_ctrl_c_does_not(number, status, folder, tmp_path):
     out = tmp_path / "out"
     process = start_training(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
@@ -233,6 +233,20 @@ def test_a_repeated_sigterm_waits_for_the_checkpoint_and_a_repeated_ctrl_c_does_
     assert state == ("stopped" if number == signal.SIGTERM else "running")
     with lock_run_folder(out / ".state", wait=True):  # no rank trains any longer
         pass
+
+
+@pytest.mark.long
+def test_a_checkpoint_that_fails_after_a_request_to_stop_is_an_error(folder, tmp_path):
+    out = tmp_path / "out"
+    never = {"milestones": [100_000], "checkpoint_every": 100_000}
+    process = start_training(line(folder, "uniform", out, processes=2, **never), out)
+    (state,) = [path for path in (out / ".state").iterdir() if path.is_dir()]
+    shutil.rmtree(state)
+    process.send_signal(signal.SIGTERM)
+    log = process.communicate(timeout=600)[1]
+    assert process.returncode == 1 and f"No such file or directory: '{state}" in log, log
+    assert "Traceback" not in log, log
+    assert read_json(out / ".state" / "progress.json")["state"] == "failed"
 
 
 FAILING_PLUGIN = """

@@ -4,9 +4,9 @@
       ├── kairos train       rank 0, which writes the files
       └── kairos train       rank 1 ...
 
-With several machines the first `kairos train` starts a launcher on each of them through srun. A request to stop that
-reaches a launcher interrupts torchrun, which then sends SIGTERM to its ranks and waits until they have saved and ended.
-torchrun also ends the other ranks of its machine after a failure, and finds the rank that failed first.
+With several machines the first `kairos train` starts a launcher on each of them through srun. A launcher forwards
+requests to stop to its ranks, and they die with it. After a failure torchrun ends the other ranks of its machine, and
+finds the rank that failed first.
 """
 
 import logging
@@ -18,10 +18,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import psutil
+
 from kairos.process_exit import die_with_parent
-from kairos.training.job import STATUS, StoppedEarly
+from kairos.training.job import SIGNALS, STATUS, StoppedEarly
 from kairos_timesteps.errors import KairosError
 
 if TYPE_CHECKING:
@@ -60,7 +63,7 @@ def run_rank(work: Callable[[], None]) -> None:
     die_with_parent()
     try:
         record(work)()
-    # ends without functions for the exit, in which torch would wait for the other ranks
+    # without functions for the exit, which may wait for the other ranks
     except (KairosError, OSError):
         os._exit(1)
     except Exception:
@@ -88,12 +91,13 @@ def launch(training: "TrainingConfig") -> None:
 
 
 def _launch_ranks(training: "TrainingConfig") -> None:
-    """Run this command in the ranks of this machine by torchrun, and wait for them; errors as in `launch`."""
+    """Run this command in the ranks of this machine by torchrun, and wait for them; errors as in `launch`.
+
+    Signal handlers, environment variables and the disabled logging stay: this process ends after its ranks.
+    """
     variables = {
         "OMP_NUM_THREADS": str(training.threads),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # read by the imports below
-        # seconds for the last step and its checkpoint after a request to stop; before torch 2.12 it is always 30
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400",
     }
     for name, value in variables.items():
         os.environ.setdefault(name, value)
@@ -102,19 +106,45 @@ def _launch_ranks(training: "TrainingConfig") -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     logging.disable(logging.CRITICAL)  # torchrun logs each signal to a rank and each failure, also after Ctrl-C
+    requests = _forward_requests()
     with tempfile.TemporaryDirectory(prefix="kairos-") as log_folder:  # also of the errors that ranks record
         options = [*_torchrun_options(training), "--log-dir", log_folder]
         try:
             run.main([*options, "-m", "kairos", *sys.argv[1:]])
-        except StoppedEarly:
-            raise StoppedEarly("") from None
         except RendezvousError as error:
             raise KairosError(f"the launchers of the machines have no connection: {error}") from None
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            if failure.exitcode == STATUS:
+            has_error = isinstance(failure.message, dict)
+            if failure.exitcode == STATUS or (requests and not has_error):
                 raise StoppedEarly("") from None
             raise KairosError(f"process {rank} of the training run: {_describe(failure)}") from None
+
+
+def _forward_requests() -> list[int]:
+    """Forward requests to stop as SIGTERM to the ranks of this process from now on; return the list that they are appended to.
+
+    A second SIGINT ends this process at once, and its ranks with it, see `run_rank`.
+
+    Raises:
+        StoppedEarly: raised later, where a request arrives without a rank to forward it to.
+    """
+    requests: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        requests.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+        ranks = psutil.Process().children()
+        if not ranks:
+            raise StoppedEarly(signal.Signals(number).name)
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):  # it has ended already
+                rank.terminate()  # not a second SIGINT, which would end a rank at once
+
+    for number in SIGNALS:
+        signal.signal(number, forward)
+    return requests
 
 
 def _torchrun_options(training: "TrainingConfig") -> list[str]:
@@ -132,8 +162,8 @@ def _torchrun_options(training: "TrainingConfig") -> list[str]:
         rendezvous = ["--standalone", "--local-addr", "127.0.0.1"]
     ranks_per_node = training.processes // training.nodes
     ranks = ["--nnodes", str(training.nodes), "--nproc-per-node", str(ranks_per_node)]
-    # torchrun would replace the handlers of `StopRequest`, which ignore repeated signals during a save; SIGQUIT is
-    # one of its default signals
+    # by default torchrun kills the ranks 30 s after SIGTERM, SIGINT and SIGHUP, and exits with status 1; of its
+    # default signals only SIGQUIT is kept
     return [*rendezvous, *ranks, "--signals-to-handle", "SIGQUIT"]
 
 
@@ -166,8 +196,7 @@ def _launch_machines(nodes: int) -> None:
             status = srun.wait()
         except StoppedEarly:
             srun.send_signal(signal.SIGUSR1)  # forwarded to the launchers; SIGTERM would kill them
-            srun.wait()
-            raise StoppedEarly("") from None
+            status = srun.wait() or STATUS
     if status == STATUS:
         raise StoppedEarly("")
     if status != 0:
