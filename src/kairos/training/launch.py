@@ -111,7 +111,9 @@ def _launch_ranks(training: "TrainingConfig") -> None:
         options = [*_torchrun_options(training), "--log-dir", log_folder]
         try:
             run.main([*options, "-m", "kairos", *sys.argv[1:]])
-        except RendezvousError as error:
+        except RendezvousError as error:  # the launcher that holds torchrun's key-value store has ended
+            if requests:
+                raise StoppedEarly("") from None
             raise KairosError(f"the launchers of the machines have no connection: {error}") from None
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
@@ -122,7 +124,7 @@ def _launch_ranks(training: "TrainingConfig") -> None:
 
 
 def _forward_requests() -> list[int]:
-    """Forward requests to stop as SIGTERM to the ranks of this process from now on; return the list that they are appended to.
+    """Forward requests to stop to the ranks from now on, as SIGTERM; return the list that requests are appended to.
 
     A second SIGINT ends this process at once, and its ranks with it, see `run_rank`.
 
