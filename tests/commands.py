@@ -87,7 +87,7 @@ class Commands:
 def run_command(order: dict) -> None:
     """Run a command in this process, a fork, and end the process."""
     from kairos.cli import main
-    from kairos.training.launch import die_with_parent
+    from kairos.process_exit import die_with_parent
     from kill_at import prepare
 
     die_with_parent()

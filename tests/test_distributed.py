@@ -180,7 +180,7 @@ def test_two_processes_stop_on_a_signal_and_resume_as_two_or_as_one(folder, tmp_
     process = start_training(line(folder, "adaptive", out, **two), out)
     process.send_signal(signal.SIGTERM)  # to the launcher alone
     log = process.communicate(timeout=600)[1]
-    assert process.returncode == 75 and log.count("run the same command again") == 1 and "SIGUSR1" in log, log
+    assert process.returncode == 75 and log.count("run the same command again") == 1 and "SIGTERM" in log, log
     progress = read_json(out / ".state" / "progress.json")
     assert progress["state"] == "stopped" and 0 < progress["step"] < length and progress["of"] == length
     assert "Traceback" not in log
@@ -199,6 +199,98 @@ def list_ranks(launcher: int) -> list[int]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("targets", ["all", "one rank"])
+def test_a_request_to_all_processes_or_to_one_rank_stops_all_after_a_checkpoint(targets, folder, tmp_path):
+    out = tmp_path / "out"
+    process = start_training(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
+    ranks = list_ranks(process.pid)
+    for target in [process.pid, *ranks] if targets == "all" else ranks[1:]:
+        os.kill(target, signal.SIGTERM)
+    log = process.communicate(timeout=600)[1]
+    assert process.returncode == 75 and log.count("run the same command again") == 1, log
+    progress = read_json(out / ".state" / "progress.json")
+    assert progress["state"] == "stopped" and progress["step"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, -signal.SIGINT)])
+def test_a_repeated_sigterm_waits_for_the_checkpoint_and_a_repeated_ctrl_c_does_not(number, status, folder, tmp_path):
+    out = tmp_path / "out"
+    process = start_training(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
+    ranks = list_ranks(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)  # so that rank 0 waits for it in a step
+    process.send_signal(number)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(number)
+    if number == signal.SIGTERM:
+        time.sleep(1)
+        assert process.poll() is None
+        os.kill(ranks[1], signal.SIGCONT)
+    log = process.communicate(timeout=60)[1]
+    assert process.returncode == status and "Traceback" not in log, log
+    state = read_json(out / ".state" / "progress.json")["state"]
+    assert state == ("stopped" if number == signal.SIGTERM else "running")
+    with lock_run_folder(out / ".state", wait=True):  # no rank trains any longer
+        pass
+
+
+@pytest.mark.long
+def test_a_checkpoint_that_fails_after_a_request_to_stop_is_an_error(folder, tmp_path):
+    out = tmp_path / "out"
+    never = {"milestones": [100_000], "checkpoint_every": 100_000}
+    process = start_training(line(folder, "uniform", out, processes=2, **never), out)
+    (state,) = [path for path in (out / ".state").iterdir() if path.is_dir()]
+    shutil.rmtree(state)
+    process.send_signal(signal.SIGTERM)
+    log = process.communicate(timeout=600)[1]
+    assert process.returncode == 1 and f"No such file or directory: '{state}" in log, log
+    assert "Traceback" not in log, log
+    assert read_json(out / ".state" / "progress.json")["state"] == "failed"
+
+
+FAILING_PLUGIN = """
+import os, time
+
+from kairos_timesteps.components import coupling
+from kairos_timesteps.couplings import Coupling
+from kairos_timesteps.errors import KairosError
+
+
+@coupling("test_failing", "fails on rank 1")
+class Failing(Coupling):
+    def __call__(self, x0, noise, fractions, coordinates):
+        if os.environ["RANK"] == "1":
+            raise ERROR
+        time.sleep(0.5)  # until torchrun ends this rank, before it loses the connection
+        return noise
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("error", "logged", "tracebacks"),
+    [
+        ("KairosError('of one rank')", "process 1 of the training run: KairosError: of one rank", 0),
+        ("RuntimeError('of one rank')", "RuntimeError: of one rank", 1),
+    ],
+)
+def test_the_error_of_the_rank_that_fails_first_is_reported_alone(
+    error, logged, tracebacks, folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # plugins are relative to the working directory
+    (tmp_path / "failing.py").write_text(FAILING_PLUGIN.replace("ERROR", error))
+    case = experiment({"uniform": {}}, training__processes=2) | {"plugins": ["failing.py"]}
+    case["methods"] = {"failing": {"coupling": "test_failing"}}
+    config = write_experiment(tmp_path / "case.yaml", case)
+    log = run_in_subprocess(train_command(config, "failing", tmp_path / "out", folder / "latents"), status=1)
+    assert logged in log and log.count("Traceback") == tracebacks, log
+    assert log.count("of the training run") == 1, log
+    progress = read_json(tmp_path / "out" / ".state" / "progress.json")
+    assert (progress["state"], progress["message"]) == ("failed", "of one rank")
+
+
+@pytest.mark.long
 def test_a_killed_process_ends_all_others_and_the_launcher_reports_it(folder, tmp_path):
     out = tmp_path / "out"
     process = start_training(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
@@ -207,7 +299,8 @@ def test_a_killed_process_ends_all_others_and_the_launcher_reports_it(folder, tm
     start = time.monotonic()
     log = process.communicate(timeout=600)[1]
     assert process.returncode == 1 and time.monotonic() - start < 60
-    assert "process 1 of the training run was killed by SIGKILL" in log and "Traceback" not in log, log
+    assert "process 1 of the training run: Signal 9 (SIGKILL)" in log and "the same command resumes" in log, log
+    assert "Traceback" not in log, log
     assert not Path(f"/proc/{first}").exists()
 
 

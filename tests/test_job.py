@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kairos.files import read_json, write_json
-from kairos.training.job import StoppedEarly, StopRequest, read_progress
+from kairos.training.job import ProgressFile, StoppedEarly, StopRequest, read_progress
 from kairos.training.run_folder import lock_run_folder
 from kairos_timesteps.errors import KairosError
 from training_case import experiment, hashes, make_latents, train, train_command, wait_for_steps, write_experiment
@@ -73,6 +73,16 @@ def test_failed_runs_are_marked_for_a_retry_unless_they_diverged(latents, tmp_pa
             train(case, "uniform", 0, tmp_path / "out", folder, [0, 20])
         progress = read_progress(tmp_path / "out")
         assert progress["state"] == "failed" and progress["again"] is again
+
+
+def test_the_first_failure_of_a_job_is_kept_and_that_of_an_earlier_job_is_not(tmp_path):
+    ProgressFile(tmp_path, 10).write_end("failed", "earlier job")
+    first, other = ProgressFile(tmp_path, 10), ProgressFile(tmp_path, 10)
+    assert not first.has_failed()
+    first.write_end("failed", "first")
+    other.write_end("failed", "lost connection")
+    other.write_end("stopped", "SIGTERM")
+    assert other.has_failed() and read_json(tmp_path / "progress.json")["message"] == "first"
 
 
 def test_a_signal_before_the_first_step_stops_at_once():

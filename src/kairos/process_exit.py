@@ -6,11 +6,14 @@ frees the memory of a process at once.
 """
 
 import atexit
+import ctypes
 import os
+import signal
 import sys
 from contextlib import suppress
 from typing import NoReturn
 
+_PR_SET_PDEATHSIG = 1  # option of Linux's prctl: signal that the kernel sends when the parent process ends
 _status = 1  # exit status of this process; 1 until `end_process` sets it, for errors that nothing handles
 
 
@@ -29,6 +32,12 @@ def end_process(status: int) -> NoReturn:
     global _status
     _status = status
     sys.exit(status)
+
+
+def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
+    """Make the kernel send a signal to this process when its parent ends; on systems other than Linux do nothing."""
+    with suppress(OSError, AttributeError):  # the kernel rejects the request; not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def _end_at_once() -> None:

@@ -66,8 +66,8 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
     Raises:
         ConfigError: an argument is not allowed.
         StoppedEarly: training stopped on request.
-        SystemExit: a launched process failed and has reported its error.
-        KairosError: training is not possible, or a launched process was killed.
+        SystemExit: a launched process failed on another machine, and its error is reported there.
+        KairosError: training is not possible, or a launched process failed or was killed.
     """
     from kairos.progress import log
     from kairos.training import launch
@@ -84,13 +84,13 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
         launch.launch(job.experiment.training)
         return
 
-    with launch.report_first_failure():  # raises every error of a process without a launcher
-        if is_distributed:
-            launch.die_with_launcher()
+    def work() -> None:
         facts = _train_in_this_process(arguments, job, milestones, stop_request)
         if launch.is_reporting_process():
             timing_file = None if arguments.out else job.timing_file
             write_timing(arguments, timing_file, method=job.method, seed=job.seed, **facts)
+
+    launch.run_rank(work)
 
 
 def _select_milestones(arguments: argparse.Namespace, job: Job) -> list[int]:

@@ -232,6 +232,7 @@ class ProgressFile:
             "message": "", "updated": 0.0, "host": socket.gethostname(), "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
         }  # fmt: skip
+        self._started = time.time()
         # a job that fails before its first update writes where the previous job ended
         previous = glance(self._path)
         self._previous_identity = previous.get("identity")
@@ -270,13 +271,22 @@ class ProgressFile:
     def write_end(self, state: str, message: str = "", again: bool = True) -> None:
         """Write how the job ended, at once, also from a process that does not report.
 
+        After a failure of another process of the job nothing is written: the first failure is kept.
+
         Args:
             state: ``complete``, ``stopped`` or ``failed``.
             message: reason; only its first line is written.
             again: another attempt may succeed; irrelevant for state ``complete``.
         """
+        if self.has_failed():
+            return
         self._content |= {"state": state, "message": message.strip().split("\n")[0], "again": again}
         self._write()
+
+    def has_failed(self) -> bool:
+        """Return True if a process of this job has written that it failed."""
+        record = glance(self._path)
+        return record.get("state") == "failed" and bool(record["updated"] > self._started)
 
     def _write(self) -> None:
         """Write the content to the file, atomically and with the present time under ``updated``.

@@ -6,6 +6,7 @@ The steps are in `kairos.training.loop`, the files in `kairos.training.run_folde
 import importlib
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -37,7 +38,10 @@ from kairos.training.state import TrainingState
 from kairos.validity import describe_training, find_identity
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned
-from kairos_timesteps.errors import NotFiniteError
+from kairos_timesteps.errors import KairosError, NotFiniteError
+
+# Seconds between an error that another rank may have caused and its record. torchrun compares whole seconds.
+_CONNECTION_LOST_DELAY = 2.0
 
 
 def import_components(run: RunSettings) -> None:
@@ -162,7 +166,7 @@ def _set_up_process(
 
     Rank 0 alone holds the run's lock during the block, and nothing is recorded if it cannot take the lock. The recorded
     state is ``complete``, ``stopped`` after StoppedEarly, or ``failed`` after any other error; errors are raised again.
-    Rank 0 records ``complete`` and ``stopped``, and the rank that fails first records ``failed``. After a
+    Rank 0 records ``complete`` and ``stopped``, and a rank that fails records ``failed`` if it is the first. After a
     NotFiniteError ``again`` is False, since another attempt would fail too. Ranks leave the process group only without
     an error.
 
@@ -198,11 +202,15 @@ def _set_up_process(
                 progress.write_end("stopped", stopped.reason)
             raise
         except BaseException as error:
-            # the other ranks fail as a consequence; only the first failure is recorded
-            if launch.is_first_failure(error):
-                retry_may_help = not isinstance(error, NotFiniteError)
-                message = str(error) or type(error).__name__  # a KeyboardInterrupt, for example, has no text
-                progress.write_end("failed", message, again=retry_may_help)
+            # gloo and NCCL raise a RuntimeError after another rank has ended; torchrun then ends this rank too
+            if has_ranks and isinstance(error, RuntimeError):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                time.sleep(_CONNECTION_LOST_DELAY)
+                if progress.has_failed():  # on another machine
+                    raise KairosError("another process of the training run has failed before") from None
+            retry_may_help = not isinstance(error, NotFiniteError)
+            message = str(error) or type(error).__name__  # a KeyboardInterrupt, for example, has no text
+            progress.write_end("failed", message, again=retry_may_help)
             raise
         if is_first:
             progress.write_end("complete")

@@ -42,7 +42,6 @@ from typing import Any, NoReturn
 
 from kairos import devices, portable, process_exit, resource_usage
 from kairos.stages import STAGES
-from kairos.training.launch import die_with_parent
 
 # stages with PyTorch, whose import takes seconds
 FORKED_STAGES = frozenset(row.name for row in STAGES if row.computes_on)
@@ -307,13 +306,13 @@ def _guard(client: socket.socket) -> None:
     client at the end, and ends. If the client ends first, the job is killed; it gets SIGTERM if its request was not
     accepted yet. If the server ends first, the guardian is killed. If the guardian ends first, the job gets SIGTERM.
     """
-    die_with_parent(signal.SIGKILL)
+    process_exit.die_with_parent(signal.SIGKILL)
     guardian = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the server ignores it, and then waitpid returns no status
     with suppress(OSError):  # the client has ended, or no process can be started
         job = os.fork()
         if job == 0:
-            die_with_parent(signal.SIGTERM)
+            process_exit.die_with_parent(signal.SIGTERM)
             if os.getppid() == guardian:
                 return
             os._exit(1)  # the guardian ended before `die_with_parent` took effect
