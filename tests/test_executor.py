@@ -45,7 +45,7 @@ def executor(tmp_path, monkeypatch):
     executor = Executor.__new__(Executor)  # what __post_init__ sets up needs a whole workflow
     executor._layout = plan()
     executor._cancelled, executor._earlier_lock = threading.Event(), threading.Lock()
-    executor._submitted, executor._final_errors = set(), {}
+    executor._submitted, executor._taken_over, executor._final_errors, executor._refused = set(), set(), {}, []
     executor._lost_answers = executor_module.Counter()
     executor._last_event = time.monotonic()
     executor._next_seconds_between_status_checks = None
@@ -79,11 +79,15 @@ class FakeJob(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def job(rule: str = "prepare", *wildcards: str, log: str = "job.log", output: str = "out", **resources: str) -> FakeJob:
+def job(
+    rule: str = "prepare", *wildcards: str, log: str = "job.log", output: str = "out", inputs: tuple[str, ...] = (),
+    **resources: str,
+) -> FakeJob:  # fmt: skip
     """Return a job of Snakemake."""
     snakemake_rule = SimpleNamespace(name=rule)
     return FakeJob(
-        name=rule, rule=snakemake_rule, wildcards=wildcards, resources=resources, log=[log], output=[output],
+        name=rule, rule=snakemake_rule, wildcards=wildcards, resources=resources, log=[log], input=inputs,
+        output=[output],
         is_group=lambda: False,
     )  # fmt: skip
 
@@ -113,6 +117,10 @@ def test_a_job_of_the_plan_is_waited_for_once_and_jobs_of_other_experiments_are_
         ("rule_train_wildcards_a_0", {"training": {"milestones": [100, 5000]}}, False),
         ("rule_trainings_0_train", {"seeds": [0, 1, 2]}, False),  # other training runs share the job
         ("rule_prepare", {"methods": {"a": {}}}, True),
+        ("rule_train_wildcards_a_0", {"dataset": {"source": "digits", "heldout": 0.5}}, False),  # other inputs
+        ("rule_images_a_seed0_evaluate_sample", {"methods": {"a": {"sampler": "speed"}, "b": {}}}, False),
+        ("rule_images_b_seed0_evaluate_sample", {"methods": {"a": {"sampler": "speed"}, "b": {}}}, True),
+        ("rule_train_wildcards_a_2", {"seeds": [0, 1, 2]}, False),  # the experiment has no such seed any more
         ("rule_train_wildcards_c_0", {"methods": {"c": {}}}, False),  # the experiment has no such method any more
         ("rule_unknown", {"methods": {"a": {}}}, False),
     ],
@@ -158,7 +166,7 @@ def check(executor, *numbers: int) -> list[str]:
     return asyncio.run(list_active())
 
 
-def test_the_end_of_a_job_is_its_state_or_its_absence_in_three_answers(executor, reports):
+def test_the_end_of_a_job_is_its_state_or_its_absence_in_three_consecutive_answers(executor, reports):
     states = ("COMPLETED", "OUT_OF_MEMORY", "RUNNING", "PREEMPTED")
     write_queue(*((number, state, "plan", "rule_prepare") for number, state in enumerate(states, 1)))
     assert check(executor, 1, 2, 3, 4, 5) == ["3", "4", "5"]
@@ -166,10 +174,38 @@ def test_the_end_of_a_job_is_its_state_or_its_absence_in_three_answers(executor,
     Path("queue").rename("away")  # no answer
     assert [check(executor, 4, 5) for _ in range(4)] == [["4", "5"]] * 4
     Path("away").rename("queue")
+    write_queue((4, "RUNNING", "plan", "rule_prepare"))  # SLURM has started it again
     assert check(executor, 4, 5) == ["4", "5"]
+    write_queue((4, "PREEMPTED", "plan", "rule_prepare"))
+    assert check(executor, 4, 5) == ["4"]
+    assert [kind for kind, _ in reports[2:]] == ["error"]
+    assert check(executor, 4) == ["4"]
     Path("out").touch()  # the output of the jobs
-    assert check(executor, 4, 5) == []
-    assert [kind for kind, _ in reports[2:]] == ["success", "success"]
+    assert check(executor, 4) == []
+    assert [kind for kind, _ in reports[3:]] == ["success"]
+
+
+def test_a_job_that_is_taken_over_succeeds_only_with_valid_results(executor, reports):
+    write_queue((7, "RUNNING", executor._layout.plan, "rule_prepare"))
+    executor.run_job(job())
+    write_queue((7, "COMPLETED", executor._layout.plan, "rule_prepare"))
+    assert [check(executor, 7) for _ in range(3)] == [["7"], ["7"], []]
+    assert [kind for kind, _ in reports] == ["submission", "error"]
+    Path("out").touch()
+    assert check(executor, 7) == []
+    assert [kind for kind, _ in reports[2:]] == ["success"]
+
+
+def test_only_outputs_from_after_the_start_of_the_controller_count_as_computed_meanwhile(
+    executor, reports, submitted_jobs
+):
+    Path("out").touch()
+    os.utime("out", (0, 0))
+    executor.run_job(job())
+    assert [single.output for single in submitted_jobs] == [["out"]]
+    Path("out").touch()
+    executor.run_job(job())
+    assert [kind for kind, _ in reports] == ["success"]
 
 
 @pytest.fixture
@@ -247,6 +283,16 @@ def test_a_job_is_not_attempted_again_after_a_final_error(
     executor.run_job(failed)
     assert [kind for kind, _ in reports] == (["error"] * 2 if is_final else ["error"])
     assert submitted_jobs == ([] if is_final else [failed])
+
+
+def test_a_group_is_not_attempted_again_if_its_remaining_jobs_need_the_failed_one(executor, reports, submitted_jobs):
+    sample = job("sample", "a", "0", log="sample.log", output="samples")
+    evaluate = job("evaluate", "a", "0", log="evaluate.log", output="evaluation", inputs=["samples"])
+    write_json("sample.error.json", {"plan": executor._layout.plan, "message": "not finite"})
+    failed = group("images_a_seed0", evaluate, sample)
+    executor.report_job_error(SubmittedJobInfo(failed, external_jobid="7"))
+    executor.run_job(failed)
+    assert reports == [("error", failed)] * 2 and submitted_jobs == []
 
 
 def test_an_error_of_another_plan_is_not_final(executor):

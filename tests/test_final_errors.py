@@ -1,12 +1,15 @@
 """Errors that another attempt of a job would repeat: recorded once, and read by later attempts of the same run."""
 
 import argparse
+import json
+import os
 from pathlib import Path
 
 import pytest
 
 from kairos.config import validate
-from kairos.files import TemporaryError
+from kairos.errors import TemporaryError
+from kairos.files import DamagedError
 from kairos.workflow.final_errors import list_error_files, record_final_error
 from kairos.workflow.layout import PLAN_VARIABLE, create_layout, write_plan
 from kairos_timesteps.errors import KairosError, NotFiniteError
@@ -28,7 +31,9 @@ def open_plan(tmp_path, monkeypatch):
 
 def attempt(error: BaseException | None, **values: object) -> str:
     """Run an attempt of a job that raises an error; return the message that the user sees, empty on success."""
-    arguments = argparse.Namespace(**{"command": "train", "method": "a", "seed": 0, "segment": 1, **values})
+    config = Path(json.loads(Path(os.environ[PLAN_VARIABLE]).read_text())["experiment"])
+    defaults = {"command": "train", "config": config, "method": "a", "seed": 0, "segment": 1}
+    arguments = argparse.Namespace(**{**defaults, **values})
     try:
         with record_final_error(arguments):
             if error is not None:
@@ -46,6 +51,7 @@ def attempt(error: BaseException | None, **values: object) -> str:
         (NotFiniteError("step 7: loss"), {"compile": True}, False),
         (NotFiniteError("step 7: loss"), {"deterministic": False}, False),
         (TemporaryError("another process is training here"), {}, False),
+        (DamagedError("latents: ends early"), {}, False),
         (OSError(28, "No space left on device"), {}, False),
     ],
 )
@@ -68,9 +74,9 @@ def test_errors_belong_to_one_job_and_one_plan(open_plan):
     assert attempt(None) == ""
 
 
-def test_a_command_that_a_user_calls_records_nothing(open_plan, monkeypatch, tmp_path):
+def test_a_command_for_another_experiment_or_without_one_records_nothing(open_plan, tmp_path):
     open_plan()
-    monkeypatch.delenv(PLAN_VARIABLE)
-    assert attempt(KairosError("broken")) == "broken"
-    assert attempt(None) == ""
+    for config in (Path("other.yaml"), None):
+        assert attempt(KairosError("broken"), config=config) == "broken"
+        assert attempt(None, config=config) == ""
     assert not list_error_files(tmp_path / "results/x")

@@ -27,6 +27,7 @@ ENDED_STATES = (
 _TRAINING = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")  # comment, such as rule_train_2_wildcards_speed_0
 # comments of groups, which end with the names of their rules: rule_trainings_2_0_train_2
 _TRAININGS = re.compile(r"rule_trainings(?:_\d+)?_(\d+)_train(?:_\d+)?")
+_IMAGES = re.compile(r"rule_images_(.+)_seed(\d+)(?:_\d+)?(?:_(?:evaluate|sample)(?:_\d+)?)+")
 _ALONE = re.compile(r"rule_trainings(?:_\d+)?_\d+_alone_(.+)_seed(\d+)_train(?:_\d+)?")
 
 TrainingRun = tuple[str, int]  # method and seed
@@ -156,14 +157,14 @@ def _parse_job(line: str) -> Job:
 
 
 def find_trainings(comment: str, trainings: list[TrainingRun], trainings_per_gpu: int) -> list[TrainingRun]:
-    """Return the training runs that a job of stage train computes, according to its comment; empty for other stages.
+    """Return the training runs that a job computes, samples or evaluates, according to its comment; often empty.
 
     Args:
         comment: comment of the job.
         trainings: all training runs of the experiment, in order.
         trainings_per_gpu: number of consecutive training runs that share a job.
     """
-    if match := _TRAINING.fullmatch(comment) or _ALONE.fullmatch(comment):
+    if match := _TRAINING.fullmatch(comment) or _ALONE.fullmatch(comment) or _IMAGES.fullmatch(comment):
         return [(match[1], int(match[2]))]
     if match := _TRAININGS.fullmatch(comment):
         first = int(match[1]) * trainings_per_gpu

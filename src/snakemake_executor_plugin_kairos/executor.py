@@ -1,4 +1,4 @@
-"""Executor of the SLURM plugin whose jobs outlive the controller that submitted them; the next one waits for them.
+"""Executor of the SLURM plugin whose jobs outlive their controller: the next controller waits for them.
 
 SLURM's queue is the only record of the jobs. The name of a job contains the plan of its controller: settings, code and
 the division into jobs. The comment of a job contains its rule or group and its wildcards. A new controller cancels
@@ -7,7 +7,6 @@ jobs whose work is not of its own plan, and waits for a job of the plan instead 
 Whether a job has succeeded is decided by its results: a result is valid if its record has the present key.
 """
 
-import getpass
 import os
 import re
 import signal
@@ -45,9 +44,10 @@ _QUIET_SHARE = 0.25  # longest time between status checks, as share of the time 
 _LONGEST_INTERVAL = 180.0  # seconds between status checks
 _COMPLETING_LIMIT = 300.0  # seconds that a cancelled job may take to end
 _COMMAND_TIMEOUT = 60.0  # seconds that a SLURM command may take
-_ANSWERS_UNTIL_LOST = 3  # number of answers in which a job that has ended is missing, or may be started again
-_PAUSE = 30.0  # seconds until SLURM is asked again that did not answer, or did not accept a job
+_ANSWERS_UNTIL_LOST = 3  # consecutive answers in which a lost job is missing, or may be started again
+_PAUSE = 30.0  # seconds until the next attempt, if SLURM does not answer or does not accept a job
 _SLURM_MAY_RESTART = ("NODE_FAIL", "PREEMPTED", "BOOT_FAIL")  # states from which SLURM queues a job again
+_STAGES_OF_GROUPS = {"images": ["sample", "evaluate"], "trainings": ["train"]}
 _CLUSTER_RESOURCES = ("cluster", "clusters", "slurm_cluster")
 # compute nodes have no internet access; `kairos fetch` has downloaded what jobs need
 _OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
@@ -82,6 +82,8 @@ class Executor(plugin.Executor):
         self._submitted: set[str] = set()  # numbers of this controller's jobs
         self._final_errors: dict[Any, str] = {}  # by job, whose further attempts are not submitted
         self._lost_answers: Counter[str] = Counter()  # answers of the queue in which a job is lost, by number
+        self._taken_over: set[str] = set()  # numbers of the jobs of earlier controllers that this one waits for
+        self._refused: list[Any] = []  # jobs that are submitted again after a pause
         self._cancelled = threading.Event()
         self._earlier_lock = threading.Lock()  # the plugin submits jobs in two threads
 
@@ -143,7 +145,7 @@ class Executor(plugin.Executor):
             elif (number := self._find_earlier_job(job)) is not None:
                 log(f"SLURM job {number} of an earlier run computes {_describe(job)}: waiting for it")
                 self.report_job_submission(SubmittedJobInfo(job, number))
-            elif self._has_valid_outputs(job):  # it ended after the Snakefile was read
+            elif self._has_valid_outputs(job, are_new=True):  # it ended after the Snakefile was read
                 self.report_job_success(SubmittedJobInfo(job))
             else:
                 super().run_job(job)
@@ -173,12 +175,10 @@ class Executor(plugin.Executor):
             sbatch_error = " ".join(str(msg).partition("sbatch call:")[0].split())  # on one line
             if TEMPORARY_SBATCH_ERRORS.search(sbatch_error):
                 log(f"{job.name}: {sbatch_error} It is submitted again in {duration(_PAUSE)}.")
-                self.__dict__.pop("_earlier_jobs", None)  # SLURM may have accepted the job although sbatch failed
-                timer = threading.Timer(_PAUSE, self.run_job, (job,))
-                timer.daemon = True
-                timer.start()
+                self._submit_later(job)
                 return
-            log(f"{job.name}: {sbatch_error}")  # Snakemake's own message is hidden by `quiet` in the profile
+            sbatch_error = f"kairos: SLURM accepts no job {job.name}: {sbatch_error}"
+            log(sbatch_error)  # Snakemake's own message is hidden by `quiet` in the profile
             self._final_errors[job] = sbatch_error
             for single in _single_jobs(job):
                 for path in map(Path, single.log):
@@ -189,15 +189,32 @@ class Executor(plugin.Executor):
         super().report_job_error(job_info, msg=msg, **keywords)
         self._last_event = time.monotonic()
 
+    def _submit_later(self, job: Any) -> None:
+        """Submit a job again after a pause, one after another with all others that SLURM does not accept now."""
+        with self._earlier_lock:
+            self._refused.append(job)
+            if len(self._refused) == 1:
+                timer = threading.Timer(_PAUSE, self._submit_refused)
+                timer.daemon = True
+                timer.start()
+
+    def _submit_refused(self) -> None:
+        with self._earlier_lock:
+            jobs, self._refused = self._refused, []
+            self.__dict__.pop("_earlier_jobs", None)  # SLURM may have accepted a job although sbatch failed
+        for job in jobs:
+            self.run_job(job)
+
     def _read_final_error(self, job: Any) -> str:
         """Return the message of a job's final error; empty: there is none, or a job of a group may still succeed."""
-        message = ""
-        for single in _single_jobs(job):
-            error = read_final_error(single.log[0], self._layout.plan) if single.log else ""
-            if not error and not self._has_valid_outputs(single):
+        singles = _single_jobs(job)
+        errors = {single: read_final_error(single.log[0], self._layout.plan) for single in singles if single.log}
+        failed = {str(path) for single, error in errors.items() if error for path in single.output}
+        for single in singles if failed else ():
+            is_blocked = not failed.isdisjoint(map(str, single.input))
+            if not (errors.get(single) or is_blocked or self._has_valid_outputs(single)):
                 return ""
-            message = message or error
-        return message
+        return next(filter(None, errors.values()), "")
 
     # Jobs of earlier controllers
 
@@ -210,30 +227,49 @@ class Executor(plugin.Executor):
         Raises:
             WorkflowError: the run is cancelled.
         """
-        earlier = [job for job in self._query_queue() if job.number not in self._submitted]
-        jobs = {job.comment: job.number for job in earlier if self._is_of_plan(job)}
-        outdated = [job for job in earlier if not self._is_of_plan(job)]
-        for job in outdated:
-            log(f"SLURM job {job.number} of an earlier run ({job.comment}) has other settings or code: cancelling it")
-        self._cancel([job.number for job in outdated])
-        return jobs
+        kept: dict[str, str] = {}
+        outdated = []
+        for job in self._query_queue():
+            if job.number in self._submitted:
+                continue
+            if self._does_planned_work(job) and job.comment not in kept:
+                kept[job.comment] = job.number
+            else:
+                log(f"SLURM job {job.number} of an earlier run ({job.comment}) does no planned work: cancelling it")
+                outdated.append(job.number)
+        self._cancel(outdated)
+        return kept
 
-    def _is_of_plan(self, job: slurm.Job) -> bool:
+    def _does_planned_work(self, job: slurm.Job) -> bool:
         """Return True if a queued job computes what a job with the same comment would compute now.
 
-        That is so for jobs of this plan, and for jobs of another plan with equal keys and an equal division into jobs.
+        That is so for jobs of this plan. In jobs of another plan, the keys of the stage and of all stages before it
+        must be equal, and the division into jobs, too.
         """
+        if not job.comment.startswith("rule_"):  # the cluster has changed the comment, by which the job would be found
+            return False
         if job.plan == self._layout.plan:
             return True
         plan, present = read_plan(self._layout, job.plan), read_plan(self._layout, self._layout.plan)
+        divisions = ["segments", "trainings_per_gpu", *(["trainings"] if job.stage == "trainings" else [])]
+        if any(plan.get(name) != present[name] for name in divisions):
+            return False
         trainings = find_trainings(job.comment, self._layout.trainings, present["trainings_per_gpu"])
-        names = {"images": ["sample", "evaluate"], "trainings": [], "train": []}.get(job.stage, [job.stage])
-        names += [f"train.{method}" for method, _ in trainings]
-        is_divided_equally = all(plan.get(name) == present[name] for name in ("segments", "trainings_per_gpu"))
-        if job.stage == "trainings" and plan.get("trainings") != present["trainings"]:
-            is_divided_equally = False
-        has_equal_keys = all(plan.get("keys", {}).get(name) == present["keys"].get(name, "") for name in names)
-        return bool(names) and is_divided_equally and has_equal_keys
+        if not set(trainings) <= set(self._layout.trainings):
+            return False
+        stages = self._find_stages(_STAGES_OF_GROUPS.get(job.stage, [job.stage]))
+        methods = {method for method, _ in trainings} or self._layout.methods
+        names = {f"train.{method}" for method in methods} if "train" in stages else set()
+        names |= stages - {"train"}
+        return bool(names) and all(plan["keys"].get(name, "") == present["keys"].get(name) for name in names)
+
+    def _find_stages(self, names: list[str]) -> set[str]:
+        """Return the names of stages and of all stages that they need."""
+        found: set[str] = set()
+        for name in names:
+            row = self._layout.stages.get(name)
+            found |= {name} | (self._find_stages(list(row.needs)) if row else set())
+        return found
 
     def _find_earlier_job(self, job: Any) -> str | None:
         """Return the number of the queued job of an earlier controller that does a job's work; None: there is none.
@@ -247,18 +283,26 @@ class Executor(plugin.Executor):
             if not job.is_group():
                 wildcards = get_job_wildcards(job)
                 comment = f"rule_{job.name}" + (f"_wildcards_{wildcards}" if wildcards else "")
-                return self._earlier_jobs.pop(comment, None)
+                return self._take(comment)
             group = re.compile(rf"rule_{re.escape(job.groupid)}((?:_(?:train|sample|evaluate)(?:_\d+)?)+)")
             matches = [match for match in map(group.fullmatch, self._earlier_jobs) if match]
-            numbers = {self._earlier_jobs.pop(match[0]): match[1] for match in matches}
-            for number, rules in numbers.items():
-                if all(f"_{single.rule.name}_" in f"{rules}_" for single in job.jobs):
-                    return number
-            self._cancel([*numbers])
+            for match in matches:
+                if all(f"_{single.rule.name}_" in f"{match[1]}_" for single in job.jobs):
+                    return self._take(match[0])
+            self._cancel([self._earlier_jobs.pop(match[0]) for match in matches])
             return None
 
-    def _has_valid_outputs(self, job: Any) -> bool:
-        return all(self._layout.has_valid_outputs([*map(str, single.output)]) for single in _single_jobs(job))
+    def _take(self, comment: str) -> str | None:
+        """Return the number of the earlier job with a comment, which is taken over now; None: there is none."""
+        number = self._earlier_jobs.pop(comment, None)
+        if number is None or number in self._submitted:  # submitted while the queue was queried
+            return None
+        self._taken_over.add(number)
+        return number
+
+    def _has_valid_outputs(self, job: Any, are_new: bool = False) -> bool:
+        outputs = [[*map(str, single.output)] for single in _single_jobs(job)]
+        return all(self._layout.has_valid_outputs(paths, are_new) for paths in outputs)
 
     # SLURM's queue
 
@@ -280,27 +324,38 @@ class Executor(plugin.Executor):
         for job_info in active_jobs:
             number = str(job_info.external_jobid)
             state = states.get(number, "")
-            is_lost = not problem and (state == "" or state in _SLURM_MAY_RESTART)
-            self._lost_answers[number] += is_lost
-            if state == "COMPLETED":
+            # the results decide about a job that is taken over, since its inputs may have been others
+            is_completed = state == "COMPLETED" and number not in self._taken_over
+            is_lost = not is_completed and state in ("", "COMPLETED", *_SLURM_MAY_RESTART)
+            if not problem:
+                self._lost_answers[number] = self._lost_answers[number] + 1 if is_lost else 0
+            if problem:
+                yield job_info
+            elif is_completed or (state == "COMPLETED" and self._has_valid_outputs(job_info.job)):
                 self.report_job_success(job_info)
             elif is_lost and self._lost_answers[number] < _ANSWERS_UNTIL_LOST:
                 yield job_info
             elif is_lost and self._has_valid_outputs(job_info.job):
                 self.report_job_success(job_info)
             elif is_lost or state in ENDED_STATES:
+                run_command("scancel", number, timeout=_COMMAND_TIMEOUT)  # SLURM must not start it again
                 self.report_job_error(job_info, msg=f"SLURM job {number}: {state or 'no longer in the queue'}. ")
             else:
                 yield job_info
-        quiet_seconds = time.monotonic() - self._last_event
-        interval = min(max(shortest, _QUIET_SHARE * quiet_seconds), _LONGEST_INTERVAL)
-        self.next_seconds_between_status_checks = interval
+        if not any(self._lost_answers[str(job_info.external_jobid)] for job_info in active_jobs):
+            quiet_seconds = time.monotonic() - self._last_event
+            interval = min(max(shortest, _QUIET_SHARE * quiet_seconds), _LONGEST_INTERVAL)
+            self.next_seconds_between_status_checks = interval
 
     def cancel(self) -> None:
-        """Cancel all jobs of this controller, also those in submission; no job is submitted any more."""
+        """Cancel all jobs of the experiment in the queue, also those in submission; no job is submitted any more."""
         self._cancelled.set()  # first, so that no other thread submits a job
-        super().cancel()  # misses a job that another thread is submitting
-        run_command("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, timeout=_COMMAND_TIMEOUT)
+        try:
+            super().cancel()  # misses jobs in submission, and those of earlier controllers that are not taken over yet
+        finally:
+            jobs, _ = query_jobs(self._layout.results, timeout=_COMMAND_TIMEOUT)
+            if jobs:
+                run_command("scancel", *(job.number for job in jobs), timeout=_COMMAND_TIMEOUT)
 
     def _cancel(self, numbers: list[str]) -> None:
         """Cancel SLURM jobs and wait until they have ended; a job on a broken machine may not end for hours.

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from slurm import slurm
 
+from kairos.slurm import slurm_logs_folder
 from workflow_copy import Copy
 
 CONFIG = "experiment.yaml"
@@ -124,8 +125,8 @@ class Training:
 
     def log_of(self, job: Job) -> str:
         """Return the log of an earlier, failed job of the run."""
-        folder = self.root / ".snakemake/slurm_logs/rule_train" / f"{self.method}_{self.seed}"
-        return (folder / f"{job.number}.log").read_text()
+        logs = self.root / slurm_logs_folder(self.root / RESULTS)
+        return (logs / "rule_train" / f"{self.method}_{self.seed}" / f"{job.number}.log").read_text()
 
     def complete(self) -> bool:
         """Return True if the run has written its record."""

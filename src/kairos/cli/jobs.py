@@ -1,7 +1,6 @@
 """Job of the pipeline: its experiment, stage, training run, segment and shard, from the arguments of a command."""
 
 import argparse
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -163,11 +162,10 @@ class Job:
         Raises:
             ConfigError: another key was planned.
         """
-        from kairos.workflow.layout import PLAN_VARIABLE
+        from kairos.workflow.layout import find_planned_layout
 
-        if PLAN_VARIABLE not in os.environ:  # the job was called by hand
-            return
-        if read_json(os.environ[PLAN_VARIABLE])["keys"].get(name, key) != key:
+        layout = find_planned_layout(self.layout.config_file)
+        if layout is not None and read_json(str(layout.plan_file))["keys"].get(name, key) != key:
             raise ConfigError(
                 f"{name}: code or files outside of the results have changed since this run began; run again"
             )

@@ -67,10 +67,12 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
         ConfigError: an argument is not allowed.
         StoppedEarly: training stopped on request.
         SystemExit: a launched process failed on another machine, and its error is reported there.
-        KairosError: training is not possible, or a launched process failed or was killed.
+        TemporaryError: a launched process failed, which has recorded its error, or was killed.
+        KairosError: training is not possible.
     """
     from kairos.progress import log
     from kairos.training import launch
+    from kairos.workflow.final_errors import record_final_error
 
     job = open_job(arguments)
     milestones = _select_milestones(arguments, job)
@@ -85,7 +87,8 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> None:
         return
 
     def work() -> None:
-        facts = _train_in_this_process(arguments, job, milestones, stop_request)
+        with record_final_error(arguments):  # a rank ends before `main` could record its error
+            facts = _train_in_this_process(arguments, job, milestones, stop_request)
         if launch.is_reporting_process():
             timing_file = None if arguments.out else job.timing_file
             write_timing(arguments, timing_file, method=job.method, seed=job.seed, **facts)

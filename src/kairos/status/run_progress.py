@@ -162,7 +162,11 @@ def list_run_progress(outline: Outline, jobs: list[Job], queue_is_known: bool = 
         queue_is_known: False if SLURM has not answered, so that `jobs` may lack some.
     """
     runs_per_job = outline.experiment.training.trainings_per_gpu
-    job_by_run = {run: job for job in jobs for run in find_trainings(job.comment, outline.trainings, runs_per_job)}
+    training_jobs = [job for job in jobs if job.stage in ("train", "trainings")]
+    job_by_run: dict[tuple[str, int], Job] = {}
+    for training_job in training_jobs:
+        runs_of_job = find_trainings(training_job.comment, outline.trainings, runs_per_job)
+        job_by_run |= dict.fromkeys(runs_of_job, training_job)
     job_by_number = {job.number: job for job in jobs}
     logs = JobLogs(outline.results, queue_is_known)
     runs = []

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from kairos.errors import TemporaryError
 from kairos.process_exit import die_with_parent
 from kairos.training.job import SIGNALS, STATUS, StoppedEarly
 from kairos_timesteps.errors import KairosError
@@ -81,7 +82,8 @@ def launch(training: "TrainingConfig") -> None:
     Raises:
         StoppedEarly: a stop was requested, and the ranks have stopped; its reason is empty, because a rank logs it.
         SystemExit: on another machine, or in srun, an error has occurred, which is reported there.
-        KairosError: a rank has failed or was killed, or the SLURM job has too few machines.
+        TemporaryError: a rank has failed or was killed.
+        KairosError: the SLURM job has too few machines.
     """
     started_by_srun = _ADDRESS in os.environ
     if training.nodes > 1 and not started_by_srun:
@@ -114,13 +116,13 @@ def _launch_ranks(training: "TrainingConfig") -> None:
         except RendezvousError as error:  # the launcher that holds torchrun's key-value store has ended
             if requests:
                 raise StoppedEarly("") from None
-            raise KairosError(f"the launchers of the machines have no connection: {error}") from None
+            raise TemporaryError(f"the launchers of the machines have no connection: {error}") from None
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             has_error = isinstance(failure.message, dict)
             if failure.exitcode == STATUS or (requests and not has_error):
                 raise StoppedEarly("") from None
-            raise KairosError(f"process {rank} of the training run: {_describe(failure)}") from None
+            raise TemporaryError(f"process {rank} of the training run: {_describe(failure)}") from None
 
 
 def _forward_requests() -> list[int]:

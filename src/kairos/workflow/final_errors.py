@@ -5,13 +5,13 @@ that it tries the jobs again.
 """
 
 import argparse
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kairos.files import TemporaryError, glance, write_json
-from kairos.workflow.layout import PLAN_VARIABLE, Layout, load_planned_layout, name_snapshots
+from kairos.errors import TemporaryError
+from kairos.files import DamagedError, glance, write_json
+from kairos.workflow.layout import Layout, find_planned_layout, name_snapshots
 from kairos_timesteps.errors import KairosError, NotFiniteError
 
 _SUFFIX = ".error.json"
@@ -30,11 +30,11 @@ def read_final_error(log: str | Path, plan: str) -> str:
 
 @contextmanager
 def record_final_error(arguments: argparse.Namespace) -> Iterator[None]:
-    """Record the error of a job in this block if it is final; do not run the block if an earlier attempt has done so.
+    """Record the error of a job's block if it is final; if an earlier attempt has recorded one, raise it instead.
 
-    A final error is a `KairosError` that is no `TemporaryError`. A training run that is not exactly repeatable may
-    diverge by chance, so its `NotFiniteError` is not final. Without a plan, in a command that a user calls, nothing is
-    recorded.
+    A final error is a `KairosError`, except for `TemporaryError` and for `DamagedError`, since files of another machine
+    may appear late. A training run that is not exactly repeatable may diverge by chance, so its `NotFiniteError` is not
+    final. In a command that a user calls, nothing is recorded.
 
     Args:
         arguments: arguments of a stage's command.
@@ -42,16 +42,16 @@ def record_final_error(arguments: argparse.Namespace) -> Iterator[None]:
     Raises:
         KairosError: an earlier attempt of the job has ended with a final error, whose message is repeated.
     """
-    if PLAN_VARIABLE not in os.environ:
+    layout = find_planned_layout(arguments.config)
+    if layout is None:
         yield
         return
-    layout = load_planned_layout()
     log = _find_log(layout, arguments)
     if earlier_error := read_final_error(log, layout.plan):
         raise KairosError(earlier_error)
     try:
         yield
-    except TemporaryError:
+    except (TemporaryError, DamagedError):
         raise
     except KairosError as error:
         training = layout.experiment.training

@@ -18,6 +18,7 @@ from kairos.stages import ENCODE, STAGES, TRAIN, Stage, list_stages, run_folder
 from kairos.training.job import read_progress
 from kairos.validity import Result, Validity
 from kairos.workflow.rules import gpus_per_job
+from kairos_timesteps.errors import KairosError
 
 PLAN_VARIABLE = "KAIROS_PLAN"  # environment variable with the path of the controller's plan, which jobs inherit
 _PLAN_DIGITS = 8  # of the hash in the names of plans
@@ -387,19 +388,28 @@ class Layout:
             return is_valid and self._has_ended(results[-1])
         return is_valid
 
-    def has_valid_outputs(self, outputs: list[str]) -> bool:
-        """Return True if all outputs of a job exist, and results among them have the present key and inputs.
+    def has_valid_outputs(self, outputs: list[str], are_new: bool = False) -> bool:
+        """Return True if the outputs of a job exist, and results among them have the present key and inputs.
 
-        Files are read again, unlike in `validity`.
+        Files are read again, unlike in `validity`. An error that prevents this counts as an invalid output.
+
+        Args:
+            outputs: paths of the outputs.
+            are_new: demand that the outputs are from after the start of the controller. Outputs that are no results,
+                such as shards, must be in any case, since they have no record.
         """
-        if not all(map(os.path.exists, outputs)):
-            return False
         layout = replace(self, validity=Validity(self.experiment, self.results, reads_outside=True))
-        results = [result for result in map(layout._validity.find_result, outputs) if result is not None]
-        has_ended = (
-            layout._has_ended(results[-1]) if any(Path(path).name == "training.json" for path in outputs) else True
-        )
-        return has_ended and all(map(layout._validity.is_unchanged, results))
+        try:
+            found = {path: layout._validity.find_result(path) for path in outputs}
+            results = [result for result in found.values() if result is not None]
+            start = OUTDATED.stat().st_mtime  # written when the controller reads the Snakefile
+            must_be_new = outputs if are_new else [path for path in outputs if found[path] is None and not results]
+            is_new = all(os.stat(path).st_mtime >= start for path in must_be_new)
+            if not (is_new and all(map(os.path.exists, outputs)) and all(map(layout._validity.is_unchanged, results))):
+                return False
+            return "training.json" not in map(os.path.basename, outputs) or layout._has_ended(results[-1])
+        except (OSError, KairosError, LookupError):
+            return False
 
     def _has_ended(self, result: Result) -> bool:
         """Return True if training.json has the identity and the step of the run's last snapshot."""
@@ -478,7 +488,16 @@ def load_planned_layout() -> Layout:
 
     Raises:
         KeyError: the controller has not set the variable.
+        OSError, DamagedError: the plan is missing or damaged.
     """
     path = Path(os.environ[PLAN_VARIABLE])
     config_file = Path(read_json(path)["experiment"])
     return Layout(load(config_file), config_file, plan_file=path)
+
+
+def find_planned_layout(config_file: Path | None) -> Layout | None:
+    """Return the layout of the controller's plan if a command was called for its experiment; None: a user called it."""
+    if config_file is None or PLAN_VARIABLE not in os.environ:
+        return None
+    layout = load_planned_layout()
+    return layout if config_file.resolve() == layout.config_file else None
