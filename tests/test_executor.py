@@ -45,7 +45,7 @@ def executor(tmp_path, monkeypatch):
     executor = Executor.__new__(Executor)  # what __post_init__ sets up needs a whole workflow
     executor._layout = plan()
     executor._cancelled, executor._earlier_lock = threading.Event(), threading.Lock()
-    executor._submitted, executor._taken_over, executor._final_errors, executor._refused = set(), set(), {}, []
+    executor._submitted, executor._taken_over, executor._final_errors, executor._delayed = set(), set(), {}, []
     executor._lost_answers = executor_module.Counter()
     executor._last_event = time.monotonic()
     executor._next_seconds_between_status_checks = None

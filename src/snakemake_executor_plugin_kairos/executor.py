@@ -83,7 +83,7 @@ class Executor(plugin.Executor):
         self._final_errors: dict[Any, str] = {}  # by job, whose further attempts are not submitted
         self._lost_answers: Counter[str] = Counter()  # answers of the queue in which a job is lost, by number
         self._taken_over: set[str] = set()  # numbers of the jobs of earlier controllers that this one waits for
-        self._refused: list[Any] = []  # jobs that are submitted again after a pause
+        self._delayed: list[Any] = []  # jobs that are submitted again after a pause
         self._cancelled = threading.Event()
         self._earlier_lock = threading.Lock()  # the plugin submits jobs in two threads
 
@@ -192,15 +192,15 @@ class Executor(plugin.Executor):
     def _submit_later(self, job: Any) -> None:
         """Submit a job again after a pause, one after another with all others that SLURM does not accept now."""
         with self._earlier_lock:
-            self._refused.append(job)
-            if len(self._refused) == 1:
-                timer = threading.Timer(_PAUSE, self._submit_refused)
+            self._delayed.append(job)
+            if len(self._delayed) == 1:
+                timer = threading.Timer(_PAUSE, self._submit_delayed)
                 timer.daemon = True
                 timer.start()
 
-    def _submit_refused(self) -> None:
+    def _submit_delayed(self) -> None:
         with self._earlier_lock:
-            jobs, self._refused = self._refused, []
+            jobs, self._delayed = self._delayed, []
             self.__dict__.pop("_earlier_jobs", None)  # SLURM may have accepted a job although sbatch failed
         for job in jobs:
             self.run_job(job)
@@ -265,11 +265,11 @@ class Executor(plugin.Executor):
 
     def _find_stages(self, names: list[str]) -> set[str]:
         """Return the names of stages and of all stages that they need."""
-        found: set[str] = set()
+        stages: set[str] = set()
         for name in names:
             row = self._layout.stages.get(name)
-            found |= {name} | (self._find_stages(list(row.needs)) if row else set())
-        return found
+            stages |= {name} | (self._find_stages(list(row.needs)) if row else set())
+        return stages
 
     def _find_earlier_job(self, job: Any) -> str | None:
         """Return the number of the queued job of an earlier controller that does a job's work; None: there is none.

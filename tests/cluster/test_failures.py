@@ -37,7 +37,7 @@ def test_a_run_that_diverges_and_a_job_that_slurm_rejects_are_not_retried(pipeli
     output = controller.log.read_text()
     assert "not finite" in output
     assert "logs/train_diverges_seed0.log" in output
-    assert "logs/train_rejected_seed0.log: SLURM sbatch failed. The error message was 'sbatch: error: invalid" in output
+    assert "logs/train_rejected_seed0.log: kairos: SLURM accepts no job train: SLURM sbatch failed" in output
     assert "Traceback" not in output
 
 

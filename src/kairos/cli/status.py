@@ -28,7 +28,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the stages of an experiment and a line per training run; ``--watch`` repeats it, ``--serve`` serves a page.
 
-    Results and the controller's records are read. With ``--watch`` on a terminal, the screen is cleared before each
+    Results, logs and SLURM's queue are read. With ``--watch`` on a terminal, the screen is cleared before each
     repetition. The repetition ends with the KeyboardInterrupt of Ctrl-C.
 
     Raises:

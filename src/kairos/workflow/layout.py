@@ -400,10 +400,12 @@ class Layout:
         """
         layout = replace(self, validity=Validity(self.experiment, self.results, reads_outside=True))
         try:
-            found = {path: layout._validity.find_result(path) for path in outputs}
-            results = [result for result in found.values() if result is not None]
+            result_by_path = {path: layout._validity.find_result(path) for path in outputs}
+            results = [result for result in result_by_path.values() if result is not None]
             start = OUTDATED.stat().st_mtime  # written when the controller reads the Snakefile
-            must_be_new = outputs if are_new else [path for path in outputs if found[path] is None and not results]
+            must_be_new = (
+                outputs if are_new else [path for path in outputs if result_by_path[path] is None and not results]
+            )
             is_new = all(os.stat(path).st_mtime >= start for path in must_be_new)
             if not (is_new and all(map(os.path.exists, outputs)) and all(map(layout._validity.is_unchanged, results))):
                 return False
