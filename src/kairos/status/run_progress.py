@@ -265,7 +265,7 @@ def _find_completed_steps(folder: Path, record: dict[str, Any], progress: Progre
 
 
 def _is_complete(outline: Outline, method: str, seed: int, record: dict[str, Any]) -> bool:
-    """Return True if the record of a run covers all milestones, their snapshots exist, and the last has its identity."""
+    """Return True if a run's record covers all milestones, their snapshots exist, and the last has its identity."""
     *earlier, last = [Result(TRAIN.name, method, seed, step_name(step)) for step in outline.milestones]
     if record.get("steps", -1) < outline.milestones[-1]:
         return False

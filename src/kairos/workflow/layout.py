@@ -400,14 +400,12 @@ class Layout:
         """
         layout = replace(self, validity=Validity(self.experiment, self.results, reads_outside=True))
         try:
-            result_by_path = {path: layout._validity.find_result(path) for path in outputs}
-            results = [result for result in result_by_path.values() if result is not None]
-            start = OUTDATED.stat().st_mtime  # written when the controller reads the Snakefile
-            must_be_new = (
-                outputs if are_new else [path for path in outputs if result_by_path[path] is None and not results]
-            )
-            is_new = all(os.stat(path).st_mtime >= start for path in must_be_new)
-            if not (is_new and all(map(os.path.exists, outputs)) and all(map(layout._validity.is_unchanged, results))):
+            results = [result for result in map(layout._validity.find_result, outputs) if result is not None]
+            if are_new or not results:
+                start = OUTDATED.stat().st_mtime  # written when the controller reads the Snakefile
+                if any(os.stat(path).st_mtime < start for path in outputs):
+                    return False
+            if not (all(map(os.path.exists, outputs)) and all(map(layout._validity.is_unchanged, results))):
                 return False
             return "training.json" not in map(os.path.basename, outputs) or layout._has_ended(results[-1])
         except (OSError, KairosError, LookupError):
