@@ -190,8 +190,8 @@ def save_state(folder: Path) -> None:
     """Let slurmctld save its state; after a backfilled start it would do so late."""
     begin = time.time()
     for job in slurm("squeue", "--noheader", "--format", "%i").split():
-        slurm("scontrol", "update", f"JobId={job}", "Nice=0")
-    wait_for(lambda: (folder / "state/job_state").stat().st_mtime > begin, 30, "slurmctld's state")
+        slurm("scontrol", "update", f"JobId={job}", "Nice=1")  # a change, which it saves
+    wait_for(lambda: (folder / "state/job_state").stat().st_mtime > begin, 60, "slurmctld's state")
 
 
 def slurm(*command: str) -> str:

@@ -69,13 +69,13 @@ def test_jobs_of_another_plan_continue_if_their_work_is_equal_and_are_cancelled_
         wait_for(lambda: waits in controller.log.read_text(), 300, "the job of the earlier controller")
         controller.process.send_signal(signal.SIGKILL)
         output = controller.log.read_text()
-    assert f"SLURM job {unknown} of an earlier run (rule_train_wildcards_edited_0) has other settings" in output
+    assert f"SLURM job {unknown} of an earlier run (rule_train_wildcards_edited_0) does no planned work" in output
     assert slurm("squeue", "-h", "-t", "all", "-j", unknown, "-o", "%T") == "CANCELLED"
     assert training.jobs()[0].state == "RUNNING"
 
     pipeline.configure({"edited": {"sampler": "speed"}}, milestones=[50])
     with pipeline.controller("--kairos-partition-config", "partitions.yaml", "--", training.target) as controller:
-        wait_for(lambda: "other settings or code: cancelling it" in controller.log.read_text(), 300, "a cancelled job")
+        wait_for(lambda: "does no planned work: cancelling it" in controller.log.read_text(), 300, "a cancelled job")
         with suppress(ProcessLookupError):  # SLURM sends SIGCONT too when it cancels the job: it may have ended
             os.kill(pid, signal.SIGCONT)
         controller.wait_for_success(300)
