@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import snakemake_executor_plugin_slurm as plugin
-from snakemake_executor_plugin_slurm.utils import get_job_wildcards
 from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from snakemake_interface_executor_plugins.settings import ExecMode
@@ -281,9 +280,8 @@ class Executor(plugin.Executor):
         """
         with self._earlier_lock:
             if not job.is_group():
-                wildcards = get_job_wildcards(job)
-                comment = f"rule_{job.name}" + (f"_wildcards_{wildcards}" if wildcards else "")
-                return self._take(comment)
+                wildcards = "_".join(job.wildcards).replace("/", "_")
+                return self._take(f"rule_{job.name}" + (f"_wildcards_{wildcards}" if wildcards else ""))
             group = re.compile(rf"rule_{re.escape(job.groupid)}((?:_(?:train|sample|evaluate)(?:_\d+)?)+)")
             matches = [match for match in map(group.fullmatch, self._earlier_jobs) if match]
             for match in matches:

@@ -61,7 +61,12 @@ def test_results_are_equal_with_an_executor_that_knows_nothing_of_kairos(pipelin
     assert hash_results(pipeline) == before
 
 
-@pytest.mark.parametrize("executor", ["kairos", "slurm", "cluster-generic"])
+on_demand = pytest.mark.skipif("KAIROS_KILLS" not in os.environ, reason="minutes: make test-cluster KAIROS_KILLS=20")
+
+
+@pytest.mark.parametrize(
+    "executor", ["kairos", pytest.param("slurm", marks=on_demand), pytest.param("cluster-generic", marks=on_demand)]
+)
 def test_kills_at_random_moments_change_no_result(
     pipeline: Pipeline, executor: str, table: list[tuple[str, ...]]
 ) -> None:

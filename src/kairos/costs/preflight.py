@@ -234,20 +234,18 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
             are shorter than `needed_minutes`.
         KairosError: a file of the profile cannot be read.
     """
-    from kairos.workflow.snakemake_private import read_longest_limit, read_minutes
-
     file = profile_file(profile)
     demand(file, "--profile", repr(str(profile)), "a folder that contains a profile.yaml")
     try:
         # `str` is for the type checker: the file is not None here; `or {}`: an empty file
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
         training_settings = _read_resources(settings.get("set-resources"), rule="train")
-        runtime = read_minutes(training_settings.get("runtime", training_resources(experiment)["runtime"]))
+        runtime = _read_minutes(training_settings.get("runtime", training_resources(experiment)["runtime"]))
         partitions = settings.get("kairos-partition-config")  # path of a file
         limit = math.inf  # minutes
         if partitions:
-            limit = read_longest_limit(Path(partitions), gpu=gpus_per_job(experiment) > 0)
-    except Exception as error:  # errors of YAML and of the plugin's reader
+            limit = _read_longest_limit(Path(partitions), gpu=gpus_per_job(experiment) > 0)
+    except Exception as error:  # errors of YAML, or an unexpected form
         raise KairosError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     where = f"{file}: runtime of train"
     if runtime is None:
@@ -259,6 +257,32 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed_minutes: fl
     allowed += ": raise retries or runtime, or set training.segments"
     is_enough = needed_minutes <= minutes_of_attempts
     demand(is_enough, "training.milestones", f"a job of {needed_minutes:.0f} minutes", allowed)
+
+
+def _read_longest_limit(partition_file: Path, gpu: bool) -> float:
+    """Return the time limit, in minutes, of the longest partition in a partition file; 0 if there is no partition.
+
+    Args:
+        partition_file: the SLURM plugin's description of a cluster's partitions.
+        gpu: True to consider only partitions with GPUs.
+    """
+    limits = []
+    for partition in yaml.safe_load(partition_file.read_text(encoding="utf-8"))["partitions"].values():
+        if partition.get("max_gpu") or not gpu:
+            minutes = _read_minutes(partition.get("max_runtime", "no limit"))
+            limits.append(math.inf if minutes is None else minutes)
+    return max(limits, default=0.0)
+
+
+def _read_minutes(runtime: int | str) -> float | None:
+    """Return a time, such as ``90``, ``2h`` or SLURM's ``1-12:00:00``, in minutes; None for other texts."""
+    import pandas as pd
+
+    with suppress(ValueError):
+        return float(runtime)
+    with suppress(ValueError):
+        return float(pd.Timedelta(str(runtime).replace("-", " days ")).total_seconds() / 60)
+    return None
 
 
 def _read_resources(entries: Any, rule: str) -> dict[str, Any]:

@@ -6,5 +6,5 @@ Only the process of the fork server imports torch.
 - `controller`: start and end of a run; `fork_server`: quick job starts; `final_errors`: jobs that are not tried again.
 - `batch_script`: wrapper of SLURM jobs.
 - `recording`: recordings of results for git and DVC; `records`: changes of records; `project`: projects of users.
-- `snakemake_private`: names of Snakemake and its SLURM plugin that their documentation does not promise.
+- `snakemake_private`: a name of Snakemake that its documentation does not promise.
 """
