@@ -340,7 +340,7 @@ class Executor(plugin.Executor):
                 self.report_job_error(job_info, msg=f"SLURM job {number}: {state or 'no longer in the queue'}. ")
             else:
                 yield job_info
-        if not any(self._lost_answers[str(job_info.external_jobid)] for job_info in active_jobs):
+        if not problem and not any(self._lost_answers[str(job_info.external_jobid)] for job_info in active_jobs):
             quiet_seconds = time.monotonic() - self._last_event
             interval = min(max(shortest, _QUIET_SHARE * quiet_seconds), _LONGEST_INTERVAL)
             self.next_seconds_between_status_checks = interval
