@@ -144,8 +144,6 @@ class Executor(plugin.Executor):
             elif (number := self._find_earlier_job(job)) is not None:
                 log(f"SLURM job {number} of an earlier run computes {_describe(job)}: waiting for it")
                 self.report_job_submission(SubmittedJobInfo(job, number))
-            elif self._has_valid_outputs(job, are_new=True):  # it ended after the Snakefile was read
-                self.report_job_success(SubmittedJobInfo(job))
             else:
                 super().run_job(job)
         except Exception as error:
@@ -156,11 +154,6 @@ class Executor(plugin.Executor):
         """Report a submitted job to Snakemake; its number is known from now on."""
         self._submitted.add(str(job_info.external_jobid))
         super().report_job_submission(job_info, register_job=register_job)
-        self._last_event = time.monotonic()
-
-    def report_job_success(self, job_info: SubmittedJobInfo) -> None:
-        """Report a successful job to Snakemake."""
-        super().report_job_success(job_info)
         self._last_event = time.monotonic()
 
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **keywords: Any) -> None:
@@ -298,9 +291,8 @@ class Executor(plugin.Executor):
         self._taken_over.add(number)
         return number
 
-    def _has_valid_outputs(self, job: Any, are_new: bool = False) -> bool:
-        outputs = [[*map(str, single.output)] for single in _single_jobs(job)]
-        return all(self._layout.has_valid_outputs(paths, are_new) for paths in outputs)
+    def _has_valid_outputs(self, job: Any) -> bool:
+        return all(self._layout.has_valid_outputs([*map(str, single.output)]) for single in _single_jobs(job))
 
     # SLURM's queue
 
@@ -318,29 +310,28 @@ class Executor(plugin.Executor):
         jobs, problem = query_jobs(self._layout.results, with_ended=True, timeout=_COMMAND_TIMEOUT)
         if problem:
             log(f"{problem}; the states of jobs are unknown until SLURM answers")
+            for job_info in active_jobs:
+                yield job_info
+            return
         states = {job.number: job.state for job in jobs}
         for job_info in active_jobs:
             number = str(job_info.external_jobid)
             state = states.get(number, "")
-            # the results decide about a job that is taken over, since its inputs may have been others
-            is_completed = state == "COMPLETED" and number not in self._taken_over
-            is_lost = not is_completed and state in ("", "COMPLETED", *_SLURM_MAY_RESTART)
-            if not problem:
-                self._lost_answers[number] = self._lost_answers[number] + 1 if is_lost else 0
-            if problem:
+            is_lost = state in ("", *_SLURM_MAY_RESTART)
+            self._lost_answers[number] = self._lost_answers[number] + 1 if is_lost else 0
+            has_ended = self._lost_answers[number] >= _ANSWERS_UNTIL_LOST if is_lost else state in ENDED_STATES
+            if not has_ended:
                 yield job_info
-            elif is_completed or (state == "COMPLETED" and self._has_valid_outputs(job_info.job)):
+                continue
+            has_succeeded = state == "COMPLETED"
+            if state == "" or number in self._taken_over:  # the end is unknown, or the inputs may have been others
+                has_succeeded = state in ("", "COMPLETED") and self._has_valid_outputs(job_info.job)
+            if has_succeeded:
                 self.report_job_success(job_info)
-            elif is_lost and self._lost_answers[number] < _ANSWERS_UNTIL_LOST:
-                yield job_info
-            elif is_lost and self._has_valid_outputs(job_info.job):
-                self.report_job_success(job_info)
-            elif is_lost or state in ENDED_STATES:
+            else:
                 run_command("scancel", number, timeout=_COMMAND_TIMEOUT)  # SLURM must not start it again
                 self.report_job_error(job_info, msg=f"SLURM job {number}: {state or 'no longer in the queue'}. ")
-            else:
-                yield job_info
-        if not problem and not any(self._lost_answers[str(job_info.external_jobid)] for job_info in active_jobs):
+        if not any(self._lost_answers[str(job_info.external_jobid)] for job_info in active_jobs):
             quiet_seconds = time.monotonic() - self._last_event
             interval = min(max(shortest, _QUIET_SHARE * quiet_seconds), _LONGEST_INTERVAL)
             self.next_seconds_between_status_checks = interval

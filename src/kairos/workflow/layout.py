@@ -388,23 +388,14 @@ class Layout:
             return is_valid and self._has_ended(results[-1])
         return is_valid
 
-    def has_valid_outputs(self, outputs: list[str], are_new: bool = False) -> bool:
+    def has_valid_outputs(self, outputs: list[str]) -> bool:
         """Return True if the outputs of a job exist, and results among them have the present key and inputs.
 
         Files are read again, unlike in `validity`. An error that prevents this counts as an invalid output.
-
-        Args:
-            outputs: paths of the outputs.
-            are_new: demand that the outputs are from after the start of the controller. Outputs that are no results,
-                such as shards, must be in any case, since they have no record.
         """
         layout = replace(self, validity=Validity(self.experiment, self.results, reads_outside=True))
         try:
             results = [result for result in map(layout._validity.find_result, outputs) if result is not None]
-            if are_new or not results:
-                start = OUTDATED.stat().st_mtime  # written when the controller reads the Snakefile
-                if any(os.stat(path).st_mtime < start for path in outputs):
-                    return False
             if not (all(map(os.path.exists, outputs)) and all(map(layout._validity.is_unchanged, results))):
                 return False
             return "training.json" not in map(os.path.basename, outputs) or layout._has_ended(results[-1])
