@@ -271,15 +271,11 @@ class ProgressFile:
     def write_end(self, state: str, message: str = "", again: bool = True) -> None:
         """Write how the job ended, at once, also from a process that does not report.
 
-        After a failure of another process of the job nothing is written: the first failure is kept.
-
         Args:
             state: ``complete``, ``stopped`` or ``failed``.
             message: reason; only its first line is written.
             again: another attempt may succeed; irrelevant for state ``complete``.
         """
-        if self.has_failed():
-            return
         self._content |= {"state": state, "message": message.strip().split("\n")[0], "again": again}
         self._write()
 
@@ -291,8 +287,11 @@ class ProgressFile:
     def _write(self) -> None:
         """Write the content to the file, atomically and with the present time under ``updated``.
 
-        Errors such as a full disk are ignored here, because saving a checkpoint reports them.
+        After a failure of a process of the job nothing is written: the first failure is kept. Errors such as a full
+        disk are ignored here, because saving a checkpoint reports them.
         """
+        if self.has_failed():
+            return
         temporary = self._path.with_name(".tmp-progress.json")
         with suppress(OSError):
             temporary.write_text(json.dumps(self._content | {"updated": time.time()}) + "\n", encoding="utf-8")
