@@ -83,10 +83,11 @@ def test_every_file_of_results_is_listed(finished):
 def test_every_listed_file_exists_in_results_with_these_exceptions(finished):
     files = {*finished, *declared_files()}
     unmatched = {name for name in documented_files() if not any(map(to_regex(name).fullmatch, files))}
-    # files of DVC, of unfinished experiments, and of experiments with captions or published numbers
+    # files of DVC, of unfinished experiments, of final errors, and of experiments with captions or published numbers
     assert unmatched == {
         "report_unfinished.html", "published.csv", "text/record.json", "text/<name>.npy",
         "summary/metrics.json", "summary/curves/<method>.csv", RUN + ".state/accepted.json",
+        "logs/<job>.error.json",
     }  # fmt: skip
 
 
