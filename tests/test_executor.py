@@ -13,8 +13,9 @@ from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from kairos.config import validate
-from kairos.files import write_json
+from kairos.files import write_json, write_record
 from kairos.slurm import job_name
+from kairos.validity import Result, Validity
 from kairos.workflow.final_errors import read_final_error
 from kairos.workflow.layout import create_layout, write_plan
 from snakemake_executor_plugin_kairos import executor as executor_module
@@ -131,6 +132,22 @@ def test_a_job_of_another_plan_is_kept_if_its_work_is_equal(executor, comment, c
     assert Path("cancelled").read_text().split() == (["8"] if is_kept else ["7", "8"])
 
 
+def test_a_job_whose_comment_the_cluster_has_changed_is_cancelled(executor):
+    write_queue((7, "RUNNING", executor._layout.plan, "changed"))
+    assert executor._earlier_jobs == {}
+    assert Path("cancelled").read_text().split() == ["7"]
+
+
+def test_outputs_that_are_results_are_valid_only_with_the_present_key(executor):
+    record = Path("results/demo/dataset/record.json")
+    write_record(record, {"computed_from": {"key": "0" * 64, "inputs": {}}})
+    assert not executor._layout.has_valid_outputs([str(record)])
+    validity = Validity(executor._layout.experiment, RESULTS, reads_outside=True)
+    write_record(record, {"computed_from": validity.describe(Result("prepare"))})
+    assert executor._layout.has_valid_outputs([str(record)])
+    assert not executor._layout.has_valid_outputs([str(record), "missing"])
+
+
 def test_a_group_is_waited_for_if_its_job_contains_all_of_its_rules(executor):
     number = executor._layout.plan
     write_queue(
@@ -183,6 +200,7 @@ def test_the_end_of_a_job_is_its_state_or_its_absence_in_three_consecutive_answe
     Path("out").touch()  # the output of the jobs
     assert [check(executor, 6) for _ in range(3)] == [["6"], ["6"], []]
     assert [kind for kind, _ in reports[3:]] == ["error", "success"]
+    assert Path("cancelled").read_text().split() == ["2", "5", "4"]  # SLURM must not start them again
 
 
 def test_a_job_that_is_taken_over_succeeds_only_with_valid_results(executor, reports):

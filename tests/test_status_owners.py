@@ -267,8 +267,8 @@ def test_a_group_that_died_before_its_first_line_has_failed() -> None:
 
 def test_a_submission_that_sbatch_rejects_has_failed() -> None:
     """The executor writes sbatch's message into the log of the job."""
-    write_log("train_uniform_seed0.log", "sbatch: error: invalid partition specified: nowhere\n")
-    assert (assess().state, assess().note) == ("failed", "sbatch: error: invalid partition specified: nowhere")
+    write_log("train_uniform_seed0.log", "kairos: SLURM rejected job train: invalid partition specified\n")
+    assert (assess().state, assess().note) == ("failed", "SLURM rejected job train: invalid partition specified")
 
 
 def test_the_log_of_a_later_job_counts_and_that_of_an_earlier_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

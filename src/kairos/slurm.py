@@ -1,7 +1,7 @@
 """The jobs of an experiment in SLURM's queue, which is the only record of them.
 
-The name of a job contains the experiment and the plan of the controller that submitted it. The comment of a job, which
-Snakemake's SLURM plugin writes, contains the rule or group and its wildcards.
+The name of a job contains the experiment and the hash of the plan of the controller that submitted it. The comment of a
+job, which Snakemake's SLURM plugin writes, contains the rule or group and its wildcards.
 """
 
 import getpass
@@ -61,7 +61,7 @@ class Job:
         state: SLURM's state of the job, such as RUNNING.
         reason: SLURM's reason for the state.
         begun: Unix time of the last start, in whole seconds; None for a pending job, and if SLURM reports no time.
-        plan: plan of the controller that submitted the job, see `kairos.workflow.layout.Layout.plan`.
+        plan: hash of the plan of the controller that submitted the job, see `kairos.workflow.layout.Layout.plan`.
         comment: the rule or group with its wildcards, such as ``rule_train_wildcards_speed_0``.
     """
 

@@ -1,10 +1,10 @@
 """Executor of the SLURM plugin whose jobs outlive their controller: the next controller waits for them.
 
-SLURM's queue is the only record of the jobs. The name of a job contains the plan of its controller: settings, code and
-the division into jobs. The comment of a job contains its rule or group and its wildcards. A new controller cancels
-jobs whose work is not of its own plan, and waits for a job of the plan instead of submitting it a second time.
+SLURM's queue is the only record of the jobs, see `kairos.slurm`. A new controller cancels jobs whose work is not in its
+plan, and waits for a job of the plan instead of submitting it again.
 
-Whether a job has succeeded is decided by its results: a result is valid if its record has the present key.
+SLURM's state decides whether a job of this controller has succeeded. A job of an earlier controller must also have
+valid results. For a job that SLURM has forgotten, the results alone decide.
 """
 
 import os
@@ -126,7 +126,7 @@ class Executor(plugin.Executor):
             unsupported.append("kairos-array-jobs")
         if unsupported:
             raise WorkflowError(
-                f"{unsupported[0]}: only with executor: slurm, since kairos could not take the jobs over"
+                f"{unsupported[0]}: only with executor: slurm, since executor: kairos could not find such jobs again"
             )
         super().run_jobs(jobs)
 
@@ -169,7 +169,7 @@ class Executor(plugin.Executor):
                 log(f"{job.name}: {sbatch_error} It is submitted again in {duration(_PAUSE)}.")
                 self._submit_later(job)
                 return
-            sbatch_error = f"kairos: SLURM accepts no job {job.name}: {sbatch_error}"
+            sbatch_error = f"kairos: SLURM rejected job {job.name}: {sbatch_error}"
             log(sbatch_error)  # Snakemake's own message is hidden by `quiet` in the profile
             self._final_errors[job] = sbatch_error
             for single in _single_jobs(job):
@@ -182,7 +182,7 @@ class Executor(plugin.Executor):
         self._last_event = time.monotonic()
 
     def _submit_later(self, job: Any) -> None:
-        """Submit a job again after a pause, one after another with all others that SLURM does not accept now."""
+        """Submit a job again after `_PAUSE`; jobs that are delayed meanwhile are submitted with it, in order."""
         with self._earlier_lock:
             self._delayed.append(job)
             if len(self._delayed) == 1:
@@ -198,7 +198,7 @@ class Executor(plugin.Executor):
             self.run_job(job)
 
     def _read_final_error(self, job: Any) -> str:
-        """Return the message of a job's final error; empty: there is none, or a job of a group may still succeed."""
+        """Return the message of a job's final error; empty: none, or another job of the group may still succeed."""
         singles = _single_jobs(job)
         errors = {single: read_final_error(single.log[0], self._layout.plan) for single in singles if single.log}
         failed = {str(path) for single, error in errors.items() if error for path in single.output}
@@ -214,7 +214,7 @@ class Executor(plugin.Executor):
     def _earlier_jobs(self) -> dict[str, str]:
         """Numbers of the queued jobs of earlier controllers, by comment, whose work is that of this controller's plan.
 
-        The first access cancels the other jobs of the experiment, and returns when they have ended.
+        The first access cancels the other jobs of the experiment and waits for their end, see `_cancel`.
 
         Raises:
             WorkflowError: the run is cancelled.
@@ -299,9 +299,8 @@ class Executor(plugin.Executor):
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncIterator[SubmittedJobInfo]:
         """Report the jobs that have ended, and yield all other jobs, which Snakemake checks again later.
 
-        The check of the SLURM plugin forgets all jobs if the queue does not answer, and waits without end for a job
-        that SLURM has forgotten, ``MinJobAge`` after its end. Here a job that is missing in `_ANSWERS_UNTIL_LOST`
-        answers has ended. It has succeeded if its results are valid.
+        Unlike the SLURM plugin, this method keeps all jobs if squeue fails. A job that is missing in
+        `_ANSWERS_UNTIL_LOST` consecutive answers has ended; it has succeeded if its results are valid.
         """
         shortest = self.workflow.executor_settings.init_seconds_before_status_checks
         self.next_seconds_between_status_checks = shortest
@@ -347,7 +346,7 @@ class Executor(plugin.Executor):
                 run_command("scancel", *(job.number for job in jobs), timeout=_COMMAND_TIMEOUT)
 
     def _cancel(self, numbers: list[str]) -> None:
-        """Cancel SLURM jobs and wait until they have ended; a job on a broken machine may not end for hours.
+        """Cancel SLURM jobs and wait up to `_COMPLETING_LIMIT` for their end: a broken machine may take hours.
 
         Raises:
             WorkflowError: the run is cancelled.
@@ -371,7 +370,7 @@ class Executor(plugin.Executor):
             jobs, problem = query_jobs(self._layout.results, timeout=_COMMAND_TIMEOUT)
             if not problem:
                 return jobs
-            log(f"{problem}; SLURM is asked again in {duration(_PAUSE)}")
+            log(f"{problem}; kairos queries SLURM again in {duration(_PAUSE)}")
             self._wait(_PAUSE)
 
     def _wait(self, seconds: float) -> None:

@@ -37,7 +37,7 @@ def test_a_run_that_diverges_and_a_job_that_slurm_rejects_are_not_retried(pipeli
     output = controller.log.read_text()
     assert "not finite" in output
     assert "logs/train_diverges_seed0.log" in output
-    assert "logs/train_rejected_seed0.log: kairos: SLURM accepts no job train: SLURM sbatch failed" in output
+    assert "logs/train_rejected_seed0.log: kairos: SLURM rejected job train: SLURM sbatch failed" in output
     assert "Traceback" not in output
 
 
@@ -105,7 +105,9 @@ def test_no_job_is_lost_while_slurm_does_not_answer(pipeline: Pipeline, cluster:
     kill_controller(cluster)
     with pipeline.controller("--", training.target) as controller:
         try:
-            wait_for(lambda: "SLURM is asked again" in controller.log.read_text(), 200, "a query without an answer")
+            wait_for(
+                lambda: "kairos queries SLURM again" in controller.log.read_text(), 200, "a query without an answer"
+            )
         finally:
             start_controller(cluster)
         wait_for(training.has_checkpoint, 300, "the first checkpoint")

@@ -13,8 +13,8 @@ from pathlib import Path
 from kairos.slurm import slurm_logs_folder
 
 _TAIL = 65536  # bytes at the end of a log that are searched: Snakemake's messages follow those of the job
-# lines that begin an error of a command or of sbatch, up to the end of the log
-_ERROR = re.compile(r"kairos: |sbatch: |SLURM |Traceback ")
+# lines that begin an error of a command, or the executor's message of a rejected job, up to the end of the log
+_ERROR = re.compile(r"kairos: |Traceback ")
 # lines with which SLURM, the kernel or the shell reports the end of a job: those with a cause come first
 _END_OF_JOB = (
     re.compile(r"oom[-_ ]?kill|out of memory|exceeded .*memory|TIME LIMIT|NODE FAIL|PREEMPTION", re.IGNORECASE),

@@ -1,4 +1,4 @@
-"""Errors that another attempt of a job would only repeat, such as a damaged image: the job is not attempted again.
+"""Errors that another attempt of a job would only repeat, such as an unreadable image: the job is not attempted again.
 
 The first attempt writes a record next to its log. The next run of the workflow deletes these records at its start, so
 that it tries the jobs again.
@@ -32,9 +32,9 @@ def read_final_error(log: str | Path, plan: str) -> str:
 def record_final_error(arguments: argparse.Namespace) -> Iterator[None]:
     """Record the error of a job's block if it is final; if an earlier attempt has recorded one, raise it instead.
 
-    A final error is a `KairosError`, except for `TemporaryError` and for `DamagedError`, since files of another machine
-    may appear late. A training run that is not exactly repeatable may diverge by chance, so its `NotFiniteError` is not
-    final. In a command that a user calls, nothing is recorded.
+    A final error is a `KairosError`, with two exceptions. A `TemporaryError` may pass, and a `DamagedError` may come from
+    a file that another machine is still writing. A training run that is not exactly repeatable may diverge by chance,
+    so its `NotFiniteError` is not final. In a command that a user calls, nothing is recorded.
 
     Args:
         arguments: arguments of a stage's command.
