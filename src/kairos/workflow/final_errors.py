@@ -32,9 +32,9 @@ def read_final_error(log: str | Path, plan: str) -> str:
 def record_final_error(arguments: argparse.Namespace) -> Iterator[None]:
     """Record the error of a job's block if it is final; if an earlier attempt has recorded one, raise it instead.
 
-    A final error is a `KairosError`, with two exceptions. A `TemporaryError` may pass, and a `DamagedError` may come from
-    a file that another machine is still writing. A training run that is not exactly repeatable may diverge by chance,
-    so its `NotFiniteError` is not final. In a command that a user calls, nothing is recorded.
+    A final error is a `KairosError`, with two exceptions. A `TemporaryError` may pass, and a `DamagedError` may come
+    from a file that another machine is still writing. A training run that is not exactly repeatable may diverge by
+    chance, so its `NotFiniteError` is not final. In a command that a user calls, nothing is recorded.
 
     Args:
         arguments: arguments of a stage's command.
